@@ -1,0 +1,7 @@
+"""Words shared by every layer: data types, declines, targets. Imports nothing but the standard library."""
+
+from .decline import Decline, DeclineCode
+from .dtypes import DType
+from .target import KNOWN_TARGETS, Target
+
+__all__ = ["KNOWN_TARGETS", "DType", "Decline", "DeclineCode", "Target"]
