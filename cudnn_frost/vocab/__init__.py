@@ -1,4 +1,4 @@
-"""Words shared by every layer: data types, declines, targets. Imports nothing but the standard library."""
+"""Words shared by every layer: data types, declines, targets. Standard library only."""
 
 from .decline import Decline, DeclineCode
 from .dtypes import DType

@@ -67,7 +67,7 @@ class Decline:
     subject: the operand or parameter, dotted (`k.stride[1]`, `diagonal_band_left_bound`).
     got: the declared value, as text.
     want: what would be taken, as text.
-    remedy: what the caller can change, one imperative sentence; empty when there is nothing to change.
+    remedy: what the caller can change, one imperative sentence; empty when there is nothing.
     """
 
     code: DeclineCode

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class DType(str, Enum):
-    """A cuDNN data type. The value is the spelling of `cudnn.data_type.<NAME>` and of the frontend's JSON."""
+    """A cuDNN data type; the value is its spelling in `cudnn.data_type` and in the dumps."""
 
     HALF = "HALF"
     BFLOAT16 = "BFLOAT16"
@@ -48,7 +48,7 @@ class DType(str, Enum):
 
     @classmethod
     def parse(cls, name: object) -> DType:
-        """The member for a frontend enum member, its name or any `prefix.NAME` spelling; OTHER when unknown."""
+        """From a frontend enum member, its name or a `prefix.NAME` text; OTHER when unknown."""
         if name is None:
             return cls.NOT_SET
         text = getattr(name, "name", None) or str(name)

@@ -36,7 +36,7 @@ class Target:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Target:
-        """Inverse of `as_dict`; raises ValueError naming the field that is missing, unknown or of a wrong type."""
+        """Inverse of `as_dict`; ValueError names a field missing, unknown or of a wrong type."""
         known = {"name", "cc", "sm_count", "smem_per_block", "registers_per_sm", "versions"}
         for key in data:
             if key not in known:
