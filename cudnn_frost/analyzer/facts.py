@@ -86,7 +86,7 @@ class Band(Frozen):
 
 
 class Scale(Frozen):
-    """attn_scale: `absent` (1.0), `host` (number), `pass_by_value` (host scalar tensor) or `device`.
+    """attn_scale: `absent` (1.0), `host`, `pass_by_value` (host scalar tensor) or `device`.
 
     value: known numbers only. operand: the tensor of the last two forms.
     """
@@ -204,6 +204,45 @@ class SdpaFacts(Frozen):
     def is_ragged(self) -> bool:
         """Any of Q, K, V, O is packed (THD)."""
         return any(x.ragged is not None for x in (self.q, self.k, self.v, self.o))
+
+    @property
+    def ragged(self) -> tuple[str, ...]:
+        """The fields whose operand is packed."""
+        names = ("q", "k", "v", "o", "stats", "score_max", "score_sum_exp")
+        return tuple(n for n in names if (x := getattr(self, n)) is not None and x.ragged)
+
+    @property
+    def output_dtype(self) -> DType:
+        """O's dtype."""
+        return self.o.dtype
+
+    @property
+    def d_shape(self) -> tuple[int, int]:
+        """(d_qk, d_v)."""
+        return self.d_qk, self.d_v
+
+    @property
+    def mask(self) -> str:
+        """The band's kind, `_bottom_right` appended where the alignment matters."""
+        kind = self.band.kind
+        return kind if self.band.alignment == "TOP_LEFT" else f"{kind}_bottom_right"
+
+    @property
+    def length_forms(self) -> tuple[str, str]:
+        """(Q side, KV side), each `none`, `seq_len` or `cu_seq_len`."""
+        return self.seq_len_q.form, self.seq_len_kv.form
+
+    @property
+    def paged_kv(self) -> bool:
+        """K or V is a pool behind a page table."""
+        return self.paging is not None
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        """Declared page sizes, K's first; empty when not paged."""
+        paging = self.paging
+        sizes = (paging.page_size_k, paging.page_size_v) if paging else ()
+        return tuple(x for x in sizes if x is not None)
 
 
 class Analysis(Frozen):

@@ -17,6 +17,7 @@ class DeclineCode(str, Enum):
     # the machine
     TARGET = "target"
     DEPENDENCY = "dependency"
+    NO_KERNEL = "no_kernel"
     UNQUALIFIED = "unqualified"
     DISABLED = "disabled"
     # types and extents

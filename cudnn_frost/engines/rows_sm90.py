@@ -1,0 +1,69 @@
+"""Rows of Hopper (compute capability 9.0). A row without a kernel states nothing it cannot do."""
+
+from __future__ import annotations
+
+from ..vocab import DType
+from .capabilities import Capabilities
+from .row import Row
+
+_CC = frozenset({(9, 0)})
+_PACKAGES = (("nvidia-cutlass-dsl", "4.8"), ("apache-tvm-ffi", "0.1.15"))
+_HALF = frozenset({DType.HALF, DType.BFLOAT16})
+_FP8 = frozenset({DType.FP8_E4M3, DType.FP8_E5M2})
+
+
+def _planned(op: str, input_dtype: frozenset[DType]) -> Capabilities:
+    """Capabilities of a row whose kernel is not in this version: the identity, and no shape."""
+    return Capabilities(
+        op=frozenset({op}),
+        cc=_CC,
+        packages=_PACKAGES,
+        input_dtype=input_dtype,
+        output_dtype=frozenset(),
+        d_shapes=(),
+        mask=frozenset(),
+    )
+
+
+PREFILL = Row(
+    name="frost_sdpa_fwd_prefill_sm90",
+    engine_id=910_001,
+    kernel="prefill_sm90",
+    behavior_notes=("RUNTIME_COMPILATION",),
+    numerical_notes=("TENSOR_CORE",),
+    summary="dense f16/bf16 forward: TMA, wgmma, warp-specialized",
+    capabilities=Capabilities(
+        op=frozenset({"sdpa"}),
+        cc=_CC,
+        packages=_PACKAGES,
+        input_dtype=_HALF,
+        output_dtype=_HALF,
+        d_shapes=((128, 128),),
+        d_multiple=8,
+        stride_alignment=16,
+        mask=frozenset({"none", "causal", "causal_bottom_right"}),
+    ),
+)
+
+PREFILL_FP8 = Row(
+    name="frost_sdpa_fwd_prefill_sm90_fp8",
+    engine_id=910_002,
+    summary="per-tensor FP8 forward",
+    capabilities=_planned("sdpa_fp8", _FP8),
+)
+
+DECODE = Row(
+    name="frost_sdpa_fwd_decode_sm90",
+    engine_id=910_003,
+    summary="paged and dense f16/bf16 decode and short queries",
+    capabilities=_planned("sdpa", _HALF),
+)
+
+DECODE_FP8 = Row(
+    name="frost_sdpa_fwd_decode_sm90_fp8",
+    engine_id=910_004,
+    summary="paged and dense FP8 decode and short queries",
+    capabilities=_planned("sdpa_fp8", _FP8),
+)
+
+ROWS: tuple[Row, ...] = (DECODE, DECODE_FP8, PREFILL, PREFILL_FP8)
