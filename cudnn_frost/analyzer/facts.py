@@ -211,6 +211,34 @@ class SdpaFacts(Frozen):
         names = ("q", "k", "v", "o", "stats", "score_max", "score_sum_exp")
         return tuple(n for n in names if (x := getattr(self, n)) is not None and x.ragged)
 
+    def operands(self) -> dict[str, Operand]:
+        """Every bound tensor by where it stands (`q`, `seq_len_kv`, `paging.k_table`,
+        `dropout.mask`, `q.ragged_offset`); an operand named twice appears under both."""
+        found: dict[str, Operand] = {}
+
+        def visit(path: str, value: object) -> None:
+            if isinstance(value, Operand):
+                found[path] = value
+                if value.ragged is not None:
+                    ragged = value.ragged
+                    stride = (1,) * len(ragged.dim)
+                    found[f"{path}.ragged_offset"] = Operand(
+                        uid=ragged.uid,
+                        name=f"{value.name or path}.ragged_offset",
+                        dtype=ragged.dtype,
+                        dim=ragged.dim,
+                        stride=stride,
+                    )
+            elif isinstance(value, (Lengths, Scale)):
+                visit(path, value.operand)
+            elif isinstance(value, (Paging, Dropout)):
+                for name in type(value).model_fields:
+                    visit(f"{path}.{name}", getattr(value, name))
+
+        for name in type(self).model_fields:
+            visit(name, getattr(self, name))
+        return found
+
     @property
     def output_dtype(self) -> DType:
         """O's dtype."""
