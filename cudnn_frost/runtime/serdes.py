@@ -87,7 +87,7 @@ def dump(record: GraphRecord, options: Mapping[str, Any], entry: PlanEntry) -> b
 
 
 def load(blob: Any) -> tuple[GraphRecord, dict[str, Any], int, dict[Any, int]]:
-    """(declaration, constructor options, engine id, public knobs) of a blob; ValueError if damaged."""
+    """(declaration, constructor options, engine id, public knobs); ValueError if damaged."""
     import cudnn
 
     try:
