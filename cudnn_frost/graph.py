@@ -135,26 +135,31 @@ class Graph:
             return known
         return target_here(self._device())
 
-    def explain(self) -> Report:
+    def explain(self, target: Target | str | None = None) -> Report:
         """Every row's verdict with every reason, and the ranked list as far as it is known.
 
-        Before planning the backend is not asked and the list holds the rows' plans alone.
+        target: another machine to ask about, a `Target` or one of `KNOWN_TARGETS`; the list then
+        holds the rows' plans alone, as it does before planning: the backend is not asked.
         """
-        if self._record is not None:
+        if isinstance(target, str):
+            if target not in KNOWN_TARGETS:
+                raise ValueError(f"target {target!r} is unknown; known: {', '.join(KNOWN_TARGETS)}")
+            target = KNOWN_TARGETS[target]
+        here = target is None
+        target = target or self._target()
+        if here and self._record is not None:
             answers = self._verdicts
         else:
-            answers = verdicts(analyze(self._read_record()), self._target(), os.environ)
-        target = self._target()
+            record = self._record or self._read_record()
+            answers = verdicts(analyze(record), target, os.environ)
         proposals = tuple(recommend(answers, target))
-        if self._entries is not None:
-            names = [(self._name_of(e), e.row is not None) for e in self._entries]
-        elif self.backend.plans:
-            count = len(self.backend.plans)
-            names = [(self.backend.get_plan_name_at_index(i), False) for i in range(count)]
-        else:
-            names = [(plan.name, True) for plan in proposals]
-        analysis = answers[0].analysis
-        return Report(analysis, target, answers, proposals, tuple(names), self._backend_reason)
+        names = [(plan.name, True) for plan in proposals]
+        if here and self._is_planned and self.backend.nodes:
+            count = self.get_execution_plan_count()
+            ours = [e.row is not None for e in self._entries or ()] or [False] * count
+            names = [(self.get_plan_name_at_index(i), ours[i]) for i in range(count)]
+        reason = self._backend_reason if here else ""
+        return Report(answers[0].analysis, target, answers, proposals, tuple(names), reason)
 
     # ---- planning
 
