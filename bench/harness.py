@@ -1,0 +1,114 @@
+"""Timing on one GPU: cold L2, random data, medians, and the rates to read them against."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+L2_BYTES = 256 << 20
+
+
+class Timer:
+    """Median device time of a callable, the L2 overwritten before every run."""
+
+    def __init__(self, repeats: int = 20, warmup: int = 3) -> None:
+        self.repeats, self.warmup = repeats, warmup
+        self._flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        """Seconds."""
+        for _ in range(self.warmup):
+            run()
+        pairs = []
+        for _ in range(self.repeats):
+            self._flush.random_(0, 255)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            pairs.append((begin, end))
+        torch.cuda.synchronize()
+        return statistics.median(b.elapsed_time(e) for b, e in pairs) * 1e-3
+
+
+def host_seconds(run: Callable[[], Any], calls: int = 200) -> float:
+    """Median host time of one enqueue, the queue never full."""
+    for _ in range(20):
+        run()
+    torch.cuda.synchronize()
+    samples = []
+    for _ in range(calls):
+        begin = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - begin)
+        torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def matmul_flops(timer: Timer, n: int = 8192) -> float:
+    """FLOP/s of a bf16 n^3 matrix product in this run."""
+    a, b = (torch.randn(n, n, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty(n, n, device="cuda", dtype=torch.bfloat16)
+    return 2 * n**3 / timer(lambda: torch.matmul(a, b, out=out))
+
+
+def copy_bytes(timer: Timer, nbytes: int = 2 << 30) -> float:
+    """Bytes/s, read plus written, of a device copy in this run."""
+    source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * nbytes / timer(lambda: target.copy_(source))
+
+
+def machine() -> dict[str, str]:
+    """What a figure was measured on."""
+    packages = ("torch", "nvidia-cudnn-frontend", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+    versions = {}
+    for package in (*packages, "flash-attn-4"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    import cudnn
+
+    return {
+        "device": torch.cuda.get_device_name(),
+        "cudnn_backend": cudnn.backend_version_string(),
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+@dataclass
+class Measurement:
+    """One shape of one benchmark: every runner's time in the same run."""
+
+    shape: str
+    seconds: dict[str, float]
+    flops: float = 0.0
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    def ratio(self, ours: str) -> float:
+        """Fastest peer's time over ours: above 1 we are faster."""
+        peers = [t for name, t in self.seconds.items() if name != ours]
+        return min(peers) / self.seconds[ours] if peers else float("nan")
+
+
+def write(path: Path, command: str, rates: dict[str, float], rows: list[Measurement]) -> None:
+    """Keep a run as data: command, machine, same-run rates, every shape."""
+    body = {
+        "command": command,
+        "machine": machine(),
+        "rates": rates,
+        "shapes": [asdict(row) for row in rows],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(body, indent=1) + "\n")
