@@ -30,12 +30,12 @@ def _offer_declines(row: Row, environment: Mapping[str, str]) -> tuple[Decline, 
         remedy = f"Unset {ENABLE_VARIABLE}"
         return (Decline(DeclineCode.DISABLED, ENABLE_VARIABLE, "0", "any other value", remedy),)
     if not row.kernel:
-        want = "nothing until its kernel is qualified"
-        return (Decline(DeclineCode.NO_KERNEL, "kernel", "not in this version", want),)
+        got = "not part of this version"
+        return (Decline(DeclineCode.NO_KERNEL, "kernel", got, "no graph before it ships"),)
     if not row.qualified and environment.get(UNQUALIFIED_VARIABLE) != "1":
         remedy = f"Set {UNQUALIFIED_VARIABLE}=1 to be offered it all the same"
         got = "not proved on hardware with these sources"
-        return (Decline(DeclineCode.UNQUALIFIED, "kernel", got, "qualified kernels", remedy),)
+        return (Decline(DeclineCode.UNQUALIFIED, "kernel", got, "graphs once it is", remedy),)
     return ()
 
 

@@ -9,7 +9,7 @@ from ..vocab import Decline
 from .capabilities import Capabilities
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Row:
     """One engine.
 
@@ -31,6 +31,9 @@ class Row:
     behavior_notes: tuple[str, ...] = ()
     numerical_notes: tuple[str, ...] = ()
     summary: str = ""
+
+    def __str__(self) -> str:
+        return self.name
 
     @property
     def is_reference(self) -> bool:
