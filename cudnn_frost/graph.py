@@ -19,10 +19,10 @@ from cudnn.engines import PlanConfig, decline_types, is_python_engine
 from .analyzer.extract import analyze
 from .analyzer.live import record_of
 from .analyzer.record import GraphRecord
-from .engines import Row, Verdict, row_by_id, verdicts
+from .engines import Row, Verdict, row_by_id
 from .engines.registry import ENABLE_VARIABLE
 from .heuristics.assemble import PlanEntry, _assemble
-from .heuristics.propose import recommend
+from .heuristics.propose import infeasible, judge_and_propose
 from .heuristics.report import Report
 from .runtime import frontend, serdes
 from .runtime.binding import Names, apply_overrides, bind_mapping, bind_ordered
@@ -76,6 +76,7 @@ class Graph:
         self._record: GraphRecord | None = None
         self._names: Names | None = None
         self._verdicts: tuple[Verdict, ...] = ()
+        self._proposals: list[PlanEntry] = []
         # None until a row's plan is in the list: the backend answers alone
         self._entries: list[PlanEntry] | None = None
         self._compiled: dict[int, CompiledPlan] = {}
@@ -122,7 +123,9 @@ class Graph:
             self.backend.validate()
             self._record = self._read_record()
             self._names = Names(self._record)
-            self._verdicts = verdicts(analyze(self._record), self._target(), os.environ)
+            self._verdicts, self._proposals = judge_and_propose(
+                analyze(self._record), self._target(), os.environ
+            )
 
     def _device(self, handle: Any = None) -> int:
         handle = handle if handle is not None else self._options.get("handle")
@@ -148,18 +151,17 @@ class Graph:
         here = target is None
         target = target or self._target()
         if here and self._record is not None:
-            answers = self._verdicts
+            answers, proposals = self._verdicts, self._proposals
         else:
             record = self._record or self._read_record()
-            answers = verdicts(analyze(record), target, os.environ)
-        proposals = tuple(recommend(answers, target))
+            answers, proposals = judge_and_propose(analyze(record), target, os.environ)
         names = [(plan.name, True) for plan in proposals]
         if here and self._is_planned and self.backend.nodes:
             count = self.get_execution_plan_count()
             ours = [e.row is not None for e in self._entries or ()] or [False] * count
             names = [(self.get_plan_name_at_index(i), ours[i]) for i in range(count)]
         reason = self._backend_reason if here else ""
-        return Report(answers[0].analysis, target, answers, proposals, tuple(names), reason)
+        return Report(answers[0].analysis, target, answers, tuple(proposals), tuple(names), reason)
 
     # ---- planning
 
@@ -179,8 +181,7 @@ class Graph:
         if self.backend.plans:
             return self.backend.create_execution_plans(heuristics)
         self._take_facts()
-        target = self._target()
-        proposals = recommend(self._verdicts, target)
+        proposals = self._proposals
         try:
             self.backend.create_execution_plans(heuristics)
         except cudnn.cudnnGraphNotSupportedError as error:
@@ -230,6 +231,9 @@ class Graph:
             reasons = "; ".join(d.render() for d in verdict.declines)
             raise _unsupported(f"{row.name} declined this graph: {reasons}")
         entry = PlanEntry(engine_id, serdes.knobs_from_public(row, knobs), row)
+        refusal = infeasible(row, verdict.facts, entry.knobs)
+        if refusal is not None:
+            raise _unsupported(f"{entry.name}: {refusal.render()}")
         frontend.freeze(self.backend)
         if self._entries is None:
             self._entries = self._backend_entries()
@@ -640,7 +644,7 @@ class Graph:
         record = apply_overrides(
             self._record, override_uids or (), override_shapes, override_strides
         )
-        answers = verdicts(analyze(record), self._target(), os.environ)
+        answers, _ = judge_and_propose(analyze(record), self._target(), os.environ)
         verdict = next(v for v in answers if v.row is entry.row)
         if not verdict.accepted:
             reasons = "; ".join(d.render() for d in verdict.declines)

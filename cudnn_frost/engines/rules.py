@@ -199,9 +199,16 @@ def feature_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterat
 
 
 def scale_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator[Decline]:
-    if facts.attn_scale.form not in caps.attn_scale:
+    scale = facts.attn_scale
+    # a value bound at execute is one that only a reader of device scales can pick up
+    unknown = scale.form == "pass_by_value" and scale.value is None
+    if scale.form not in caps.attn_scale:
         taken = _listing(caps.attn_scale)
-        yield Decline(DeclineCode.SCALE, "attn_scale", f"a {facts.attn_scale.form} scale", taken)
+        yield Decline(DeclineCode.SCALE, "attn_scale", f"a {scale.form} scale", taken)
+    elif unknown and "device" not in caps.attn_scale:
+        remedy = "Declare the value with the tensor, or pass a number"
+        got = "a pass-by-value tensor without a value"
+        yield Decline(DeclineCode.SCALE, "attn_scale", got, "a known number", remedy)
 
 
 def dropout_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator[Decline]:

@@ -5,15 +5,30 @@ from __future__ import annotations
 from ..analyzer.facts import SdpaFacts
 from ..heuristics.assemble import PlanEntry
 from ..vocab import Target
-from .plan import CompiledPlan, ReferencePlan
+from . import cache
+from .lower import lower
+from .plan import CompiledPlan, KernelPlan, ReferencePlan, slots_of
+
+_MODULES = {"prefill_sm90": "sm90.prefill"}
 
 
 def build_plan(entry: PlanEntry, facts: SdpaFacts, target: Target, device: int) -> CompiledPlan:
     """Build a row's plan for a device ordinal.
 
-    Raises NotImplementedError with the reason when this machine cannot build it.
+    Raises NotImplementedError or ImportError with the reason when this machine cannot build it.
     """
-    assert entry.row is not None
-    if entry.row.is_reference:
+    row = entry.row
+    if row is None:
+        raise ValueError("a backend plan is built by the backend")
+    if row.is_reference:
         return ReferencePlan.build(facts)
-    raise NotImplementedError(f"{entry.row.name}: no kernel")
+    launch = lower(row, facts, entry.knobs, target)
+    entry_point = cache.entry_of(_MODULES[row.kernel], launch.config, launch.signature)
+    aligned = {operand.name: operand.alignment for operand in launch.signature.operands}
+    slots = slots_of(facts, device, aligned)
+    return KernelPlan(
+        entry=entry_point,
+        key=cache.full_key(row.kernel, launch.config, launch.signature),
+        pointers=tuple(slots[path] if path else None for path in launch.pointers),
+        constants=launch.constants,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -28,7 +28,7 @@ class CompiledPlan(Protocol):
         """
 
 
-def _slots(facts: SdpaFacts, device: int | None, aligned: Mapping[str, int]) -> dict[str, Slot]:
+def slots_of(facts: SdpaFacts, device: int | None, aligned: Mapping[str, int]) -> dict[str, Slot]:
     """A slot for every operand the caller must bind; known host scalars need none."""
     slots = {}
     for path, operand in facts.operands().items():
@@ -50,7 +50,7 @@ class ReferencePlan:
 
     @classmethod
     def build(cls, facts: SdpaFacts) -> ReferencePlan:
-        return cls(facts, tuple(_slots(facts, None, {}).values()))
+        return cls(facts, tuple(slots_of(facts, None, {}).values()))
 
     def execute(self, bound: Mapping[int, Any], workspace: Any, stream: int | None) -> None:
         from ..engines.reference import run_reference
@@ -86,51 +86,28 @@ class ReferencePlan:
 class KernelPlan:
     """A compiled kernel and everything about its call that the declaration fixes.
 
-    entry: the compiled host entry, called with `arguments` once their holes are filled.
-    arguments: constants in the entry's order; None at the holes below.
-    pointers: (position, slot) of each operand's address.
-    stream_position, workspace_position: where those go; None = the entry takes none.
+    entry: the compiled host entry: `entry(pointers, *constants, stream)`.
+    pointers: the slots behind its addresses, in order; None is an absent operand (0).
+    workspace_index: the place of the workspace among the addresses, None when it takes none.
     """
 
     entry: Callable[..., Any]
     key: str
-    arguments: tuple[Any, ...]
-    pointers: tuple[tuple[int, Slot], ...]
-    stream_position: int
-    workspace_position: int | None = None
+    pointers: tuple[Slot | None, ...]
+    constants: tuple[Any, ...]
+    workspace_index: int | None = None
     workspace_bytes: int = 0
 
-    @classmethod
-    def build(
-        cls,
-        entry: Callable[..., Any],
-        key: str,
-        names: Sequence[str],
-        values: Mapping[str, Any],
-        slots: Mapping[str, Slot],
-        workspace_bytes: int = 0,
-    ) -> KernelPlan:
-        """names: the entry's arguments in order: a value, a slot, `workspace` or `stream`."""
-        pointers = tuple((names.index(name), slot) for name, slot in slots.items())
-        return cls(
-            entry=entry,
-            key=key,
-            arguments=tuple(values.get(name) for name in names),
-            pointers=pointers,
-            stream_position=names.index("stream"),
-            workspace_position=names.index("workspace") if "workspace" in names else None,
-            workspace_bytes=workspace_bytes,
-        )
-
     def execute(self, bound: Mapping[int, Any], workspace: Any, stream: int | None) -> None:
-        arguments = list(self.arguments)
-        for position, slot in self.pointers:
+        addresses = []
+        for slot in self.pointers:
+            if slot is None:
+                addresses.append(0)
+                continue
             data = bound.get(slot.operand.uid)
             if data is None:
                 raise missing(slot)
-            arguments[position] = slot.address(data)
-        if self.workspace_position is not None:
-            address = workspace_address(workspace, self.workspace_bytes)
-            arguments[self.workspace_position] = address
-        arguments[self.stream_position] = stream or 0
-        self.entry(*arguments)
+            addresses.append(slot.address(data))
+        if self.workspace_index is not None:
+            addresses[self.workspace_index] = workspace_address(workspace, self.workspace_bytes)
+        self.entry(tuple(addresses), *self.constants, stream or 0)

@@ -9,7 +9,7 @@ from typing import Any
 from ..analyzer.record import GraphRecord, TensorRecord
 from ..engines.row import Row
 from ..heuristics.assemble import Knobs, PlanEntry
-from ..heuristics.propose import knob_names
+from ..heuristics.propose import knobs_from_names
 
 MAGIC = b"CUDNN_FROST_PLAN\0"
 FORMAT = 1
@@ -41,17 +41,7 @@ def knobs_to_public(knobs: Knobs) -> dict[Any, int]:
 def knobs_from_public(row: Row, knobs: Mapping[Any, int] | None) -> Knobs:
     """The inverse; raises ValueError naming a knob that the row does not have or a missing one."""
     named = {getattr(key, "name", str(key)): value for key, value in (knobs or {}).items()}
-    known = knob_names(row)
-    for name, value in named.items():
-        if name not in known:
-            shown = ", ".join(known) or "none"
-            raise ValueError(f"{row.name} has no knob {name}; its knobs: {shown}")
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{row.name}: knob {name} must be an int, got {value!r}")
-    missing = [name for name in known if name not in named]
-    if missing:
-        raise ValueError(f"{row.name}: knob {missing[0]} is missing")
-    return tuple(sorted(named.items()))
+    return knobs_from_names(row, named)
 
 
 def is_row_plan(data: Any) -> bool:
