@@ -85,17 +85,19 @@ def _key_lock(key: str) -> threading.Lock:
 def _from_directory(kernel: str, config: Any, signature: Any, key: str) -> Callable[..., Any]:
     stem = directory() / hashlib.sha256(key.encode()).hexdigest()
     library, described = stem.with_suffix(".so"), stem.with_suffix(".key")
-    try:
-        stem.parent.mkdir(parents=True, exist_ok=True)
-        with _file_lock(stem.with_suffix(".lock")):
-            if _is_trusted(library, described, key):
+    with _file_lock(stem.with_suffix(".lock")) as usable:
+        try:
+            if usable and _is_trusted(library, described, key):
                 return artifacts.load(library)
-            compiled = _compile(kernel, config, signature)
-            _store(compiled, library, described, key)
-            return artifacts.load(library)
-    except OSError as error:
-        _LOG.warning("the compile cache at %s is unusable (%s)", stem.parent, error)
-        return _compile(kernel, config, signature)
+        except (OSError, RuntimeError) as error:
+            _LOG.warning("cache entry %s is damaged and is compiled again: %s", library, error)
+        compiled = _compile(kernel, config, signature)
+        try:
+            if usable:
+                _store(compiled, library, described, key)
+        except (OSError, RuntimeError) as error:
+            _LOG.warning("the compiled kernel was not kept in %s: %s", stem.parent, error)
+        return compiled
 
 
 def _is_trusted(library: Path, described: Path, key: str) -> bool:
@@ -123,11 +125,15 @@ def _compile(kernel: str, config: Any, signature: Any) -> Callable[..., Any]:
 
 
 @contextmanager
-def _file_lock(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the kernel releases it with the process."""
-    with path.open("a") as handle:
+def _file_lock(path: Path) -> Iterator[bool]:
+    """Held by one process at a time and released with it; False where no file can be made."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.open("a")
+    except OSError as error:
+        _LOG.warning("the compile cache at %s is unusable: %s", path.parent, error)
+        yield False
+        return
+    with handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            fcntl.flock(handle, fcntl.LOCK_UN)
+        yield True
