@@ -228,20 +228,14 @@ class PrefillSm90:
     def _operand(self, pointer, rows, columns, heads, batch, strides) -> cute.Tensor:
         """(row, column, head, batch); strides (batch, head, row) are multiples of 16 bytes."""
         d_batch, d_head, d_row = [cute.assume(stride, divby=VECTOR) for stride in strides]
-        layout = cute.make_layout(
-            (rows, columns, heads, batch), stride=(d_row, 1, d_head, d_batch)
-        )
+        layout = cute.make_layout((rows, columns, heads, batch), stride=(d_row, 1, d_head, d_batch))
         return cute.make_tensor(pointer, layout)
 
     def _make_tma(self, pointers: HostPointers, e: HostExtents, s: HostStrides) -> Tma:
         layouts = self._make_layouts()
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        q = self._operand(
-            pointers.q, e.seqlen_q, e.head_dim_qk, e.num_heads_q, e.batch, s[0:3]
-        )
-        k = self._operand(
-            pointers.k, e.seqlen_k, e.head_dim_qk, e.num_heads_k, e.batch, s[3:6]
-        )
+        q = self._operand(pointers.q, e.seqlen_q, e.head_dim_qk, e.num_heads_q, e.batch, s[0:3])
+        k = self._operand(pointers.k, e.seqlen_k, e.head_dim_qk, e.num_heads_k, e.batch, s[3:6])
         v = self._operand(pointers.v, e.seqlen_k, e.head_dim_v, e.num_heads_v, e.batch, s[6:9])
         o = self._operand(pointers.o, e.seqlen_q, e.head_dim_v, e.num_heads_q, e.batch, s[9:12])
         made = []
@@ -475,9 +469,7 @@ class PrefillSm90:
         thread = cute.arch.thread_idx()[0]
         wg = cute.arch.make_warp_uniform(thread // WARPGROUP_THREADS) - 1
         qk, pv = mma_qk.get_slice(0), mma_pv.get_slice(0)
-        v_transposed = cute.make_tensor(
-            smem.v.iterator, cute.select(smem.v.layout, mode=[1, 0, 2])
-        )
+        v_transposed = cute.make_tensor(smem.v.iterator, cute.select(smem.v.layout, mode=[1, 0, 2]))
         tSrQ = qk.make_fragment_A(qk.partition_A(smem.q))
         shape_p = pv.partition_shape_A((WARPGROUP_ROWS, self.tile_n))
         shape_o = pv.partition_shape_C((WARPGROUP_ROWS, config.head_dim_v))
@@ -508,9 +500,7 @@ class PrefillSm90:
         c = self._make_consumer(smem, scalars)
         cta = cute.arch.block_idx()[0]
         q_phase = Int32(0)
-        kv_state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Consumer, self.num_stages
-        )
+        kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
         c.turns.start()
         for round_idx in cutlass.range(work.schedule.num_rounds, unroll=1):
             tile = work.schedule.tile(cta, round_idx)
@@ -638,9 +628,7 @@ class PrefillSm90:
         return state
 
     @cute.jit
-    def epilogue(
-        self, c: Consumer, tma: Tma, stats, smem: Smem, tile: Tile, scalars: Scalars
-    ):
+    def epilogue(self, c: Consumer, tma: Tma, stats, smem: Smem, tile: Tile, scalars: Scalars):
         """Normalize and store this warpgroup's O rows, and their log-sum-exp."""
         batch = tile.head // scalars.extents.num_heads_q
         head = tile.head % scalars.extents.num_heads_q
