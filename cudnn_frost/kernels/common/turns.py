@@ -26,9 +26,10 @@ class Turns:
     @cute.jit
     def start(self) -> None:
         """The first turn is warpgroup 0's."""
-        if cutlass.const_expr(self.count > 1):
-            if self.warpgroup == 0:
-                self._arrive(Int32(0))
+        if cutlass.const_expr(self.count == 1):
+            return
+        if self.warpgroup == 0:
+            self._arrive(Int32(0))
 
     @cute.jit
     def wait(self) -> None:

@@ -9,7 +9,7 @@ Pipelines (full: one arrival and the bytes of the TMA load; empty: one arrival p
   q    a stage per consumer warpgroup, 4 empty arrivals; released after the last Q K^T of a tile
   k    num_stages, 4 * consumers empty arrivals; released when S is complete
   v    num_stages, likewise; released when the product with P is complete
-Order of loads, which is the order of use: K(last) Q K(last-1) V(last) K(last-2) V(last-1) ... V(first).
+Order of loads, which is the order of use: K(n) Q K(n-1) V(n) K(n-2) V(n-1) ... V(first).
 
 Shared memory: the mbarriers, then at 1,024-byte boundaries sQ and sO with a slab of 64 rows for
 each consumer, sK and sV with num_stages blocks each. O leaves through sO by TMA, so rows past
