@@ -97,7 +97,9 @@ class Buffer:
         self.shape = shape
 
     def fill(self, values) -> Buffer:
-        self.view.copy_(values)
+        """A broadcast dimension takes its first slice."""
+        once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in self.strides)
+        self.view[once].copy_(values[once])
         return self
 
     def stray_writes(self) -> int:

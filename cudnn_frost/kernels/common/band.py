@@ -33,6 +33,7 @@ class Band:
             end = cutlass.max(cutlass.min(end, last_row + self.right + 1), 0)
         if cutlass.const_expr(self.has_left):
             first = cutlass.max(m_block * self.tile_m + self.left + 1, 0)
+            end = end if first < end else Int32(0)
         return first // self.tile_n, (end + self.tile_n - 1) // self.tile_n
 
     @cute.jit

@@ -199,7 +199,8 @@ class PrefillSm90:
             k: tile(layouts.k)
             v: tile(layouts.v)
 
-        assert Storage.size_in_bytes() == self.config.smem_bytes()
+        size, stated = Storage.size_in_bytes(), self.config.smem_bytes()
+        assert size == stated, f"shared memory is {size} bytes, smem_bytes() says {stated}"
         return Storage
 
     def _make_mma(self) -> tuple[cute.TiledMma, cute.TiledMma]:
