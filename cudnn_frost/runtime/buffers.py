@@ -187,10 +187,12 @@ class TorchViews:
     """Strided torch views of bound buffers, as declared: how the reference row reads and writes.
 
     bound: uid -> what the caller bound (torch tensor, DLPack object or int address).
+    device: where the operands are.
     """
 
-    def __init__(self, bound: Mapping[int, Any]) -> None:
+    def __init__(self, bound: Mapping[int, Any], device: torch.device) -> None:
         self._bound = bound
+        self._device = device
 
     def view(
         self, operand: Operand, dim: tuple[int, ...], stride: tuple[int, ...], offset: int = 0
@@ -203,14 +205,18 @@ class TorchViews:
 
         data = self._bound[operand.uid]
         dtype = getattr(torch, _TORCH_NAME[operand.dtype])
-        span = offset + span_elements(dim, stride)
+        extent = span_elements(dim, stride)
+        if extent == 0:
+            # nothing is touched, wherever an empty sequence's offset may point
+            return torch.empty(dim, dtype=dtype, device=self._device)
+        span = offset + extent
         if type(data) is int:
             source = _bytes_at(data, max(span, 0) * operand.dtype.bytes)
             available, start = source.numel(), 0
         else:
             source = as_strided_source(data)
-            extent = span_elements(tuple(source.shape), tuple(source.stride()))
-            available = extent * source.element_size()
+            bound = span_elements(tuple(source.shape), tuple(source.stride()))
+            available = bound * source.element_size()
             start = source.storage_offset() * source.element_size()
         if offset < 0 or span * operand.dtype.bytes > available:
             raise ValueError(

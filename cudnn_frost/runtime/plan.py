@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..analyzer.facts import SdpaFacts
 from .buffers import Slot, TorchViews, as_strided_source, missing, workspace_address
+from .device import current_device, pointer_is_device
 
 
 class CompiledPlan(Protocol):
@@ -66,16 +67,22 @@ class ReferencePlan:
         if len(devices) > 1:
             shown = ", ".join(sorted(map(str, devices)))
             raise ValueError(f"buffers are bound on several devices: {shown}")
-        device = devices.pop() if devices else None
+        device = devices.pop() if devices else self._device_of_addresses(bound)
         with self._on_stream(stream, device):
-            run_reference(self.facts, TorchViews(bound))
+            run_reference(self.facts, TorchViews(bound, device))
+
+    def _device_of_addresses(self, bound: Mapping[int, Any]) -> Any:
+        """Where bare addresses live, when nothing but addresses is bound."""
+        import torch
+
+        on_cuda = pointer_is_device(bound[self.facts.o.uid])
+        return torch.device("cuda", current_device()) if on_cuda else torch.device("cpu")
 
     @staticmethod
     def _on_stream(stream: int | None, device: Any) -> Any:
         import torch
 
-        on_cuda = device.type == "cuda" if device is not None else torch.cuda.is_available()
-        if not on_cuda:
+        if device.type != "cuda":
             return nullcontext()
         if stream:
             return torch.cuda.stream(torch.cuda.ExternalStream(stream, device=device))

@@ -114,7 +114,7 @@ def test_no_workspace_is_asked_for_when_none_is_needed():
 @pytest.mark.parametrize("as_address", [False, True])
 def test_views_read_the_declaration(as_address):
     x = torch.arange(2 * 3 * 4 * 8, dtype=torch.float32).bfloat16()
-    views = TorchViews({7: x.data_ptr() if as_address else x})
+    views = TorchViews({7: x.data_ptr() if as_address else x}, torch.device("cpu"))
     seen = views.view(operand(), (4, 8), (8, 1), offset=96)
     assert torch.equal(seen, x[96:128].view(4, 8))
     seen.zero_()
@@ -122,6 +122,6 @@ def test_views_read_the_declaration(as_address):
 
 
 def test_a_view_beyond_the_buffer_names_the_tensor():
-    views = TorchViews({7: torch.zeros(10, dtype=torch.bfloat16)})
+    views = TorchViews({7: torch.zeros(10, dtype=torch.bfloat16)}, torch.device("cpu"))
     with pytest.raises(ValueError, match=r"tensor .K., uid 7.*bytes"):
         views.view(operand(), (4, 8), (8, 1))
