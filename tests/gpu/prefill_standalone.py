@@ -113,7 +113,11 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Case:
-    """One problem. offset: the band's right end, None for no mask, "br" for bottom right."""
+    """One problem.
+
+    offset: the band's right end, None for none, "br" for bottom right. window: keys seen up to
+    the right end (the diagonal where there is none), None for all.
+    """
 
     name: str
     batch: int = 2
@@ -121,6 +125,7 @@ class Case:
     seq: tuple[int, int] = (256, 256)
     dims: tuple[int, int] = (128, 128)
     offset: int | str | None = None
+    window: int | None = None
     scale: float = 1 / math.sqrt(128)
     layouts: tuple[str, str, str, str] = ("bshd", "bshd", "bshd", "bshd")
     data: str = "normal"
@@ -130,6 +135,18 @@ class Case:
     @property
     def right(self) -> int | None:
         return self.seq[1] - self.seq[0] if self.offset == "br" else self.offset
+
+    @property
+    def left(self) -> int | None:
+        return None if self.window is None else (self.right or 0) - self.window
+
+    def hidden(self, i, j):
+        """Which keys j rows i do not see; None when they see all."""
+        hidden = None if self.right is None else j > i + self.right
+        if self.left is None:
+            return hidden
+        before = j <= i + self.left
+        return before if hidden is None else hidden | before
 
 
 def make_data(case: Case, generator):
@@ -159,7 +176,7 @@ def reference(case: Case, q, k, v, dtype):
     baseline, lse = torch.empty_like(o), torch.empty(q.shape[:3], dtype=o.dtype, device="cuda")
     i = torch.arange(sq, device="cuda")[:, None]
     j = torch.arange(sk, device="cuda")[None, :]
-    hidden = None if case.right is None else j > i + case.right
+    hidden = case.hidden(i, j)
     for b in range(case.batch):
         for h in range(hq):
             s = q[b, h].double() @ k[b, h // (hq // hk)].double().T * case.scale
@@ -187,15 +204,17 @@ def arguments(case: Case, buffers, stats, stream: int, num_ctas: int) -> Prefill
         PrefillPointers(*(x.view.data_ptr() for x in (q, k, v, o)), stats_pointer),
         extents,
         strides,
-        PrefillBand(0, 0 if case.right is None else case.right),
+        PrefillBand(case.left or 0, case.right or 0),
         case.scale,
         num_ctas,
         stream,
     )
 
 
-def run_case(kernels: Kernels, base: PrefillSm90Config, case: Case, repeats: int = 1) -> str:
-    """Empty when the case passes, else what is wrong."""
+def run_case(
+    kernels: Kernels, base: PrefillSm90Config, case: Case, repeats: int = 1, alter=lambda args: args
+) -> str:
+    """Empty when the case passes, else what is wrong. alter: plants a fault in the arguments."""
     import torch
 
     dtype = {"BFLOAT16": torch.bfloat16, "HALF": torch.float16}[case.dtype]
@@ -210,12 +229,16 @@ def run_case(kernels: Kernels, base: PrefillSm90Config, case: Case, repeats: int
     stats_layout = "bhsd" if case.layouts[3].startswith("far") else case.layouts[3]
     stats = Buffer(stats_layout, (case.batch, hq, sq, 1), torch.float32) if case.stats else None
     config = replace(
-        base, dtype=DType(case.dtype), right_bound=case.right is not None, stats=case.stats
+        base,
+        dtype=DType(case.dtype),
+        left_bound=case.left is not None,
+        right_bound=case.right is not None,
+        stats=case.stats,
     )
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     stream = torch.cuda.current_stream().cuda_stream
     kernel = kernels.get(config)
-    args = arguments(case, (*inputs, o), stats, stream, sms)
+    args = alter(arguments(case, (*inputs, o), stats, stream, sms))
     kernel(*args)
     torch.cuda.synchronize()
     q, k, v = (x.view.float() for x in inputs)
@@ -296,6 +319,17 @@ def cases() -> list[Case]:
         for offset in (None, "br"):
             name = f"layout {layout} {offset}"
             listed.append(Case(name, layouts=(layout,) * 4, seq=(200, 333), offset=offset))
+    for window in (1, 2, 50, 128, 129, 300, 5000):
+        for offset in (None, 0, "br", 20):
+            name = f"window {window} {offset}"
+            seq = (300, 200) if window == 50 else (333, 700)
+            listed.append(Case(name, window=window, offset=offset, seq=seq))
+    listed += [
+        Case("window half", window=70, offset=0, seq=(333, 333), dtype="HALF"),
+        Case("window no stats", window=70, offset=0, seq=(333, 333), stats=False),
+        Case("window tiles past the keys", window=64, offset=0, seq=(1000, 150)),
+        Case("window long", window=1024, offset=0, seq=(4096, 4096), batch=1, heads=(2, 1, 1)),
+    ]
     mixed = ("interleaved", "padded", "bhsd", "sbhd")
     listed.append(Case("mixed layouts", layouts=mixed, seq=(200, 333), offset=0))
     for dims in ((72, 80), (96, 128), (128, 64), (8, 112), (120, 16)):
@@ -309,8 +343,13 @@ def check(folder: Path, base: PrefillSm90Config) -> int:
     import torch
 
     kernels = Kernels(folder)
-    failed, listed = 0, cases()
     started = time.time()
+    listed = cases()
+    failed = 0
+    for fault in (check_capture(kernels, base), *check_planted(kernels, base)):
+        failed += bool(fault)
+        if fault:
+            print(f"FAIL {fault}", flush=True)
     for case in listed:
         fault = run_case(kernels, base, case)
         failed += bool(fault)
@@ -327,9 +366,65 @@ def check(folder: Path, base: PrefillSm90Config) -> int:
     failed += bool(fault)
     if fault:
         print(f"FAIL many blocks: {fault}", flush=True)
-    total = len(listed) + 3
+    total = len(listed) + 4 + len(PLANTED)
     print(f"checked {total} cases, {failed} failed, {time.time() - started:.0f} s", flush=True)
     return failed
+
+
+def check_capture(kernels: Kernels, base: PrefillSm90Config) -> str:
+    """The first launch of a library happens inside a stream capture; replay sees new values."""
+    import torch
+
+    case = Case("capture", seq=(200, 300), offset="br", stats=False)
+    shapes = [(case.batch, h, s, 128) for h, s in ((4, 200), (2, 300), (2, 300), (4, 200))]
+    buffers = [Buffer("bshd", shape, torch.bfloat16) for shape in shapes]
+    kernel = kernels.get(replace(base, right_bound=True))
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            stream = torch.cuda.current_stream().cuda_stream
+            kernel(*arguments(case, buffers, None, stream, 132))
+    except RuntimeError as error:
+        return f"capture: {error}"
+    for buffer in buffers[:3]:
+        buffer.fill(torch.randn(buffer.shape, device="cuda"))
+    graph.replay()
+    torch.cuda.synchronize()
+    ref, _, baseline = reference(case, *(b.view.float() for b in buffers[:3]), torch.bfloat16)
+    error = (buffers[3].view.double() - ref).abs().max().item()
+    allowed = 2 * (baseline - ref).abs().max().item()
+    return "" if error <= allowed else f"capture: error {error:.3e}, allowed {allowed:.3e}"
+
+
+def _extents(args: PrefillArgs, **changes) -> PrefillArgs:
+    return args._replace(extents=args.extents._replace(**changes))
+
+
+PLANTED = {
+    "scale": lambda a: a._replace(softmax_scale=a.softmax_scale * 1.05),
+    "band": lambda a: a._replace(band=a.band._replace(right=a.band.right + 1)),
+    "a key more": lambda a: _extents(a, seqlen_k=a.extents.seqlen_k + 1),
+    "a key less": lambda a: _extents(a, seqlen_k=a.extents.seqlen_k - 1),
+    "a query more": lambda a: _extents(a, seqlen_q=a.extents.seqlen_q + 1),
+    "a query less": lambda a: _extents(a, seqlen_q=a.extents.seqlen_q - 1),
+    "a head less": lambda a: _extents(a, num_heads_q=a.extents.num_heads_q - 2),
+    "narrow V": lambda a: _extents(a, head_dim_v=120),
+    "narrow Q": lambda a: _extents(a, head_dim_qk=120),
+    "O stride": lambda a: a._replace(strides=a.strides._replace(o_row=a.strides.o_row + 8)),
+    "stats stride": lambda a: a._replace(
+        strides=a.strides._replace(stats_head=a.strides.stats_head + 1)
+    ),
+}
+
+
+def check_planted(kernels: Kernels, base: PrefillSm90Config) -> list[str]:
+    """Each planted fault must be found: a check that cannot fail proves nothing."""
+    case = Case("planted", seq=(200, 300), offset="br", layouts=("bhsd",) * 4)
+    missed = []
+    for name, alter in PLANTED.items():
+        if not run_case(kernels, base, case, alter=alter):
+            missed.append(f"planted fault not found: {name}")
+    return missed
 
 
 def check_many_blocks(kernels: Kernels, base: PrefillSm90Config) -> str:
@@ -419,7 +514,10 @@ def time_problem(kernels: Kernels, problem: tuple[int, int, int, int], causal: b
             expected = run() if expected is None else expected
             lines.append(f"{name:32} torch {backend:20} {flops / median_ms(run) / 1e9:6.0f}")
     for config in kernels.files:
-        if config.dtype == DType.BFLOAT16 and config.right_bound == causal:
+        if config.dtype == DType.BFLOAT16 and (config.left_bound, config.right_bound) == (
+            False,
+            causal,
+        ):
             kernel = kernels.get(config)
             ms = median_ms(lambda kernel=kernel: kernel(*args))
             label = f"{config.tile_m}x{config.tile_n}x{config.num_stages}"
@@ -449,21 +547,25 @@ def time_all(folder: Path) -> None:
 def enqueue_line(kernels: Kernels) -> str:
     """Host time of a call, launch included, on a tiny problem."""
     import torch
+    import tvm_ffi
 
     case = Case("enqueue", 1, (1, 1, 1), (64, 64), stats=False)
     buffers = [Buffer("bshd", (1, 1, 64, 128), torch.bfloat16) for _ in range(4)]
     stream = torch.cuda.current_stream().cuda_stream
     args = arguments(case, buffers, None, stream, 132)
-    config = next(c for c in kernels.files if not c.stats and not c.right_bound)
+    config = next(iter(kernels.files))
     kernel = kernels.get(config)
-    kernel(*args)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(1000):
-        kernel(*args)
-    elapsed = time.perf_counter() - start
-    torch.cuda.synchronize()
-    return f"enqueue {elapsed * 1e3:.2f} us a call"
+    converted = [tvm_ffi.convert(value) for value in args]
+    line = "enqueue, us a call:"
+    for name, values in (("tuples", args), ("converted once", converted)):
+        kernel(*values)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(1000):
+            kernel(*values)
+        line += f" {name} {(time.perf_counter() - start) * 1e3:.2f}"
+        torch.cuda.synchronize()
+    return line
 
 
 def main(action: str, folder: Path) -> int:

@@ -185,9 +185,10 @@ class PrefillSm90Config:
 def shipped_configs() -> list[PrefillSm90Config]:
     """Every configuration that is shipped."""
     return [
-        PrefillSm90Config(dtype=dtype, right_bound=causal, stats=stats)
+        PrefillSm90Config(dtype=dtype, left_bound=left, right_bound=right, stats=stats)
         for dtype in (DType.BFLOAT16, DType.HALF)
-        for causal in (False, True)
+        for left in (False, True)
+        for right in (False, True)
         for stats in (False, True)
     ]
 
