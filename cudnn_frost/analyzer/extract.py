@@ -243,7 +243,8 @@ class _Reader:
                 self.say("paged_attention_max_seq_len_kv", got, "a paged graph")
             return None
         batch = self.node.inputs["q"].dim[0]
-        extents = []
+        sizes = {"k": k.dim[2], "v": v.dim[2]}
+        extents: dict[str, int] = {}
         for side, table in (("k", k_table), ("v", v_table)):
             if table is None:
                 continue
@@ -255,16 +256,17 @@ class _Reader:
                 continue
             if table.dim[0] != batch:
                 self.say(f"{name}.dim[0]", table.dim[0], f"the batch, {batch}")
-            extents.append(table.dim[2])
-        if len(set(extents)) > 1:
-            got = f"{extents[1]} pages, {extents[0]} in the K table"
+            extents[side] = table.dim[2]
+        # pages of another size cover the same keys in another number
+        if len(set(extents.values())) > 1 and sizes["k"] == sizes["v"]:
+            got = f"{extents['v']} pages, {extents['k']} in the K table"
             self.say("paged_attention_v_table.dim[2]", got, "equal extents of both tables")
         return Paging(
             k_table=k_table,
             v_table=v_table,
-            page_size_k=k.dim[2] if k_table is not None else None,
-            page_size_v=v.dim[2] if v_table is not None else None,
-            pages_per_seq=min(extents, default=0),
+            page_size_k=sizes["k"] if k_table is not None else None,
+            page_size_v=sizes["v"] if v_table is not None else None,
+            pages_per_seq=extents.get("k", extents.get("v", 0)),
             max_seq_len_kv=maximum,
         )
 

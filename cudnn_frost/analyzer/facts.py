@@ -50,8 +50,8 @@ class Lengths(Frozen):
 class Paging(Frozen):
     """Paged K/V. A side without a table is dense. Pools are [num_pages, H, page_size, D].
 
-    Tables are [B, 1, pages_per_seq, 1] page indices. pages_per_seq is the smaller table extent;
-    max_seq_len_kv the declared logical maximum, None when not declared.
+    Tables are [B, 1, pages, 1] page indices. pages_per_seq is the K table's extent, V's without
+    one; max_seq_len_kv the declared logical maximum, None when not declared.
     """
 
     k_table: Operand | None = None
