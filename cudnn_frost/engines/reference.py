@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 NOT_SERVED: dict[str, str] = {
     "score_mod": "a callable over graph tensors, which the facts do not carry",
-    "dropout": "the Philox form: cuDNN does not document its random stream; a caller's mask is done",
+    "dropout": "Philox, whose stream cuDNN does not document; a caller's mask is served",
     "rng_dump": "nothing random is drawn",
     "sf_o": "block-scaled outputs, FP4 among them",
     "softmax_precision": "HALF: the softmax is computed in the run's precision, fp32 or fp64",
@@ -134,13 +134,10 @@ def _matmul_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if exact else torch.float64
 
 
-def _page_size(facts: SdpaFacts, name: str) -> int | None:
-    """Rows of one page of `k` or `v`; None where that side is dense."""
-    paging = facts.paging
-    if paging is None or getattr(paging, f"{name}_table") is None:
-        return None
-    size = getattr(paging, f"page_size_{name}")
-    return getattr(facts, name).dim[2] if size is None else size
+def _table(facts: SdpaFacts, name: str) -> Operand | None:
+    """The page table of `k` or `v`; None where that side is dense."""
+    table: Operand | None = getattr(facts.paging, f"{name}_table", None)
+    return table
 
 
 @dataclass(frozen=True)
@@ -216,11 +213,8 @@ class _Memory:
         facts = self.facts
         room = [facts.s_kv]
         for name in ("k", "v"):
-            size = _page_size(facts, name)
-            if size is None:
-                room.append(getattr(facts, name).dim[2])
-            elif facts.paging is not None:
-                room.append(facts.paging.pages_per_seq * size)
+            table, rows = _table(facts, name), getattr(facts, name).dim[2]
+            room.append(rows if table is None else table.dim[2] * rows)
         return min(room)
 
     def _read_offsets(self, operand: Operand) -> list[int]:
@@ -258,34 +252,30 @@ class _Memory:
 
     def keys(self, name: str, sequence: _Sequence) -> torch.Tensor:
         """K or V: [H, keys of the sequence, D]. Pages without one of them are not looked up."""
-        size = _page_size(self.facts, name)
-        if size is None or sequence.key_count == 0:
+        table = _table(self.facts, name)
+        if table is None or sequence.key_count == 0:
             return self.rows(name, sequence, sequence.keys).to(self.dtype)
         operand: Operand = getattr(self.facts, name)
-        _, heads, _, width = operand.dim
+        _, heads, size, width = operand.dim
         first, last = sequence.keys.start // size, -(-sequence.keys.stop // size)
-        pool = self.buffers.view(operand, operand.dim, operand.stride)
-        pages = pool[self._pages(name, sequence, slice(first, last))]
+        indices = self._pages(table, sequence.index, slice(first, last), operand.dim[0])
+        pages = self.buffers.view(operand, operand.dim, operand.stride)[indices]
         start = sequence.keys.start - first * size
         rows = pages.transpose(0, 1).reshape(heads, -1, width)
         return rows[:, start : start + sequence.key_count].to(self.dtype)
 
-    def _pages(self, name: str, sequence: _Sequence, pages: slice) -> torch.Tensor:
-        """Pool indices of a sequence's pages; ValueError for one outside the pool."""
-        paging, pool = self.facts.paging, getattr(self.facts, name)
-        table: Operand = getattr(paging, f"{name}_table")
-        batch_stride, page_stride = table.stride[0], table.stride[2]
-        offset = sequence.index * batch_stride + pages.start * page_stride
-        indices = self.buffers.view(
-            table, (pages.stop - pages.start,), (page_stride,), offset
-        ).long()
-        wrong = (indices < 0) | (indices >= pool.dim[0])
+    def _pages(self, table: Operand, batch: int, pages: slice, pool: int) -> torch.Tensor:
+        """Page indices from one row of a table; ValueError for one outside the pool."""
+        step = table.stride[2]
+        offset = batch * table.stride[0] + pages.start * step
+        indices = self.buffers.view(table, (pages.stop - pages.start,), (step,), offset).long()
+        wrong = (indices < 0) | (indices >= pool)
         if bool(wrong.any()):
             # a negative index would silently count from the pool's end
             at = int(wrong.nonzero()[0])
             raise ValueError(
-                f"paging.{name}_table ({table.name!r}): page {pages.start + at} of batch "
-                f"{sequence.index} is {int(indices[at])}, the pool has {pool.dim[0]} pages"
+                f"page table {table.name!r}, uid {table.uid}: page {pages.start + at} of batch "
+                f"{batch} is {int(indices[at])}, the pool has {pool} pages"
             )
         return indices
 
