@@ -21,6 +21,7 @@ class Capabilities:
     d_shapes: (d_qk, d_v) flavors; the smallest that covers serves. None = any.
     paged_d_shapes: the flavors that serve paged K/V. None = any.
     d_multiple: head dims must be a multiple.
+    d_floor: head dims up to it belong to a smaller flavor, which the row does not have.
     stride_alignment: bytes that every stride of Q, K, V and O must be a multiple of (1 = free).
     mask: names as `SdpaFacts.mask`.
     padding, length_forms: per-batch lengths, and the forms either side may take.
@@ -40,6 +41,7 @@ class Capabilities:
     output_dtype: frozenset[DType]
     d_shapes: tuple[Flavor, ...] | None
     d_multiple: int = 1
+    d_floor: int = 0
     stride_alignment: int = 1
     mask: frozenset[str]
     padding: bool = False

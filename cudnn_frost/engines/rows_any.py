@@ -47,6 +47,7 @@ REFERENCE = Row(
         sink=True,
         bias=True,
         alibi=True,
+        block_mask=True,
         kv_mask=True,
         dropout=frozenset({"mask"}),
         stats=True,

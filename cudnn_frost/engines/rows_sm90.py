@@ -40,6 +40,7 @@ PREFILL = Row(
         output_dtype=_HALF,
         d_shapes=((128, 128),),
         d_multiple=8,
+        d_floor=64,
         stride_alignment=16,
         mask=frozenset({"none", "causal", "causal_bottom_right"}),
     ),

@@ -96,8 +96,9 @@ def dtype_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator
 
 
 def head_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator[Decline]:
-    if caps.flavor(facts.d_shape) is None:
+    if caps.flavor(facts.d_shape) is None or min(facts.d_shape) <= caps.d_floor:
         taken = _flavors(caps.d_shapes)
+        taken += f", each above {caps.d_floor}" if caps.d_floor else ""
         yield Decline(DeclineCode.HEAD_DIM, "(d_qk, d_v)", str(facts.d_shape), taken)
     elif any(d % caps.d_multiple for d in facts.d_shape):
         want = f"multiples of {caps.d_multiple}"

@@ -5,14 +5,13 @@ The two share no code: the row reads `SdpaFacts`, the oracle the declared graph 
 
 from __future__ import annotations
 
-import random
-
 import cudnn
 import pytest
+from hypothesis import HealthCheck, given, seed, settings
 
 import cudnn_frost
 from tests.reference.compare import check
-from tests.reference.draws import draw_case
+from tests.reference.draws import cases
 
 ROW = "frost_sdpa_fwd_reference"
 DRAWS, GROUPS = 520, 40
@@ -30,15 +29,21 @@ def _no_backend_planning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_contract_graphs(group: int) -> None:
-    for seed in range(group, DRAWS, GROUPS):
-        case = draw_case(random.Random(seed))
+    @seed(group)
+    @settings(
+        max_examples=DRAWS // GROUPS,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases())
+    def agrees(case) -> None:
         built = case.build(graph_factory=cudnn_frost.Graph)
         graph = built.graph
-        try:
-            graph.build([cudnn.heur_mode.A])
-            assert graph.selected_engine.name == ROW
-            graph.execute(built.buffers)
-            check(graph, built.buffers)
-            built.check_canaries()
-        except Exception as error:
-            raise AssertionError(f"seed {seed}: {error}\n{case}") from error
+        graph.build([cudnn.heur_mode.A])
+        assert graph.selected_engine.name == ROW
+        graph.execute(built.buffers)
+        check(graph, built.buffers)
+        built.check_canaries()
+
+    agrees()
