@@ -35,6 +35,7 @@ OTHER = {
     "tile_m": 64,
     "tile_n": 64,
     "num_stages": 3,
+    "num_q_stages": 1,
     "left_bound": True,
     "right_bound": True,
     "stats": True,
@@ -80,6 +81,8 @@ def test_shipped_configs_are_feasible_and_distinct():
         ("tile_n", 192, "registers"),
         ("num_stages", 1, "num_stages"),
         ("num_stages", 3, "shared_memory"),
+        ("num_q_stages", 0, "num_q_stages"),
+        ("num_q_stages", 3, "shared_memory"),
     ],
 )
 def test_infeasible_names_the_reason(name, value, subject):
@@ -110,7 +113,7 @@ def test_every_field_is_in_the_config_key():
 def test_key_text_is_stable():
     assert BASE.key() == (
         "prefill_sm90(dtype=BFLOAT16,head_dim_qk=128,head_dim_v=128,tile_m=128,tile_n=128,"
-        "num_stages=2,left_bound=False,right_bound=False,stats=False)"
+        "num_stages=2,num_q_stages=2,left_bound=False,right_bound=False,stats=False)"
     )
     assert BASE.signature().key() == (
         "signature(k:BFLOAT16@16,o:BFLOAT16@16,q:BFLOAT16@16,v:BFLOAT16@16)"
@@ -159,16 +162,16 @@ def numbers():
 def walk_schedule(longest_first: bool, out):
     """A host function that counts how often each tile is scheduled."""
     import cutlass
-    from cutlass import Int32, Int64, cute
+    from cutlass import Int32, cute
 
     from cudnn_frost.kernels.common.schedule import TileSchedule
 
     @cute.jit
     def walk(
-        out: cute.Pointer, num_ctas: Int32, num_m_blocks: Int32, num_heads: Int32, size: Int64
+        out: cute.Pointer, num_ctas: Int32, num_m_blocks: Int32, num_heads: Int32, group: Int32
     ):
         if cutlass.const_expr(longest_first):
-            schedule = TileSchedule.longest(num_ctas, num_m_blocks, num_heads, size)
+            schedule = TileSchedule.longest(num_ctas, num_m_blocks, num_heads, group)
         else:
             schedule = TileSchedule.in_order(num_ctas, num_m_blocks, num_heads)
         counts = cute.make_tensor(out, cute.make_layout(num_m_blocks * num_heads))
@@ -179,7 +182,7 @@ def walk_schedule(longest_first: bool, out):
                     index = tile.head * num_m_blocks + tile.m_block
                     counts[index] = counts[index] + 1
 
-    return host_compile(walk, out, Int32(1), Int32(1), Int32(1), Int64(1))
+    return host_compile(walk, out, Int32(1), Int32(1), Int32(1), Int32(1))
 
 
 @pytest.mark.parametrize("longest_first", [False, True])
@@ -189,10 +192,10 @@ def test_schedule_visits_every_tile_once(longest_first, numbers):
     rng = random.Random(0)
     for _ in range(300):
         ctas, blocks, heads = rng.randint(1, 140), rng.randint(1, 70), rng.randint(1, 90)
-        size = rng.choice([100, 10**6, 10**7, 10**8, 10**11])
+        group = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
         counts = numpy.zeros(blocks * heads, dtype=numpy.int32)
-        walk(counts.ctypes.data, ctas, blocks, heads, size)
-        assert (counts == 1).all(), (ctas, blocks, heads, size)
+        walk(counts.ctypes.data, ctas, blocks, heads, group)
+        assert (counts == 1).all(), (ctas, blocks, heads, group)
 
 
 def band_ranges(has_left: bool, has_right: bool, tile_m: int, tile_n: int, out):

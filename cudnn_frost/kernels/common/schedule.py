@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Constexpr, Int32, Int64
+from cutlass import Boolean, Constexpr, Int32
 
-# keys and values of one section's heads should stay in the second-level cache
-_SECTION_BYTES = 32 * 1024 * 1024
-# fewer rounds than this leave a section's work uneven over the thread blocks
+# Few heads at a time keep their keys and values in the second-level cache; with fewer rounds
+# the thread blocks' shares of a section's work would not come out even.
 _SECTION_ROUNDS = 4
 
 
@@ -48,13 +47,13 @@ class TileSchedule:
 
     @classmethod
     def longest(
-        cls, num_ctas: Int32, num_m_blocks: Int32, num_heads: Int32, head_bytes: Int64
+        cls, num_ctas: Int32, num_m_blocks: Int32, num_heads: Int32, group: Int32
     ) -> TileSchedule:
-        """head_bytes: keys and values of one query head, shared ones counted once a group."""
-        cached = Int32(cutlass.min(cutlass.max(_SECTION_BYTES // head_bytes, 1), num_heads))
-        even = cute.ceil_div(_SECTION_ROUNDS * num_ctas, num_m_blocks)
-        num_sections = cutlass.max(num_heads // cutlass.max(cached, even), 1)
-        section_heads = cute.ceil_div(num_heads, num_sections)
+        """group: neighbouring heads that share keys and values, kept in one section."""
+        wanted_heads = cutlass.max(_SECTION_ROUNDS * num_ctas // num_m_blocks, 1)
+        num_sections = cute.ceil_div(num_heads, wanted_heads)
+        num_groups = cute.ceil_div(cute.ceil_div(num_heads, num_sections), group)
+        section_heads = cutlass.min(num_groups * group, num_heads)
         section_rounds = cute.ceil_div(section_heads * num_m_blocks, num_ctas)
         num_rounds = cute.ceil_div(num_heads, section_heads) * section_rounds
         return cls(
@@ -65,9 +64,10 @@ class TileSchedule:
     def tile(self, cta: Int32, round_idx: Int32) -> Tile:
         if cutlass.const_expr(self.longest_first):
             section = round_idx // self.section_rounds
-            is_backward = (round_idx + section) % 2
-            position = round_idx % self.section_rounds * self.num_ctas
-            position += self.num_ctas - 1 - cta if is_backward == 1 else cta
+            section_round = round_idx % self.section_rounds
+            is_backward = (section_round + section) % 2 == 1
+            position = section_round * self.num_ctas
+            position += self.num_ctas - 1 - cta if is_backward else cta
             first_head = section * self.section_heads
             width = cutlass.min(self.section_heads, self.num_heads - first_head)
             m_block = self.num_m_blocks - 1 - position // width

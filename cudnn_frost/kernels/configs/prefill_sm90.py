@@ -98,6 +98,7 @@ class PrefillSm90Config:
     head_dim_qk, head_dim_v: widest head dimensions served; narrower tensors are zero-filled.
     tile_m, tile_n: query rows and keys of a block; 64 query rows to a consumer warpgroup.
     num_stages: K blocks, and V blocks, in flight.
+    num_q_stages: Q tiles in flight; with 2, the next tile's Q arrives during the current one.
     left_bound, right_bound: whether the band has that side.
     stats: whether the log-sum-exp is written.
     """
@@ -108,6 +109,7 @@ class PrefillSm90Config:
     tile_m: int = 128
     tile_n: int = 128
     num_stages: int = 2
+    num_q_stages: int = 2
     left_bound: bool = False
     right_bound: bool = False
     stats: bool = False
@@ -123,12 +125,12 @@ class PrefillSm90Config:
 
     @property
     def num_mbarriers(self) -> int:
-        """A full and an empty barrier for each Q tile, K stage and V stage."""
-        return 2 * (self.num_consumers + 2 * self.num_stages)
+        """A full and an empty barrier for each slab of Q, K stage and V stage."""
+        return 2 * (self.num_q_stages * self.num_consumers + 2 * self.num_stages)
 
     def smem_bytes(self) -> int:
-        """Shared memory of a block: barriers, Q, O, K stages, V stages."""
-        q_and_o = self.tile_m * (self.head_dim_qk + self.head_dim_v)
+        """Shared memory of a block: barriers, Q stages, O, K stages, V stages."""
+        q_and_o = self.tile_m * (self.num_q_stages * self.head_dim_qk + self.head_dim_v)
         k_and_v = self.num_stages * self.tile_n * (self.head_dim_qk + self.head_dim_v)
         barriers = -(-self.num_mbarriers * MBARRIER_BYTES // SMEM_ALIGNMENT) * SMEM_ALIGNMENT
         return barriers + (q_and_o + k_and_v) * self.dtype.bytes
@@ -157,6 +159,8 @@ class PrefillSm90Config:
             return _decline("tile_n", self.tile_n, "a multiple of 16 from 16 to 256")
         if self.num_stages < 2:
             return _decline("num_stages", self.num_stages, "2 or more")
+        if self.num_q_stages < 1:
+            return _decline("num_q_stages", self.num_q_stages, "1 or more")
         _, consumer = self.registers()
         if self.tile_registers() + _SCALAR_REGISTERS > consumer:
             return _decline(

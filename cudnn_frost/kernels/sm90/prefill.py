@@ -6,15 +6,15 @@ at issuing matrix products. Registers a thread: the configuration's `registers()
 consumers 128 * 24 + 256 * 240 = 64,512 of 65,536.
 
 Pipelines (full: one arrival and the bytes of the TMA load; empty: one arrival per warp)
-  q    a stage per consumer warpgroup, 4 empty arrivals; released after the last Q K^T of a tile
+  q    num_q_stages slabs per consumer, 4 empty arrivals; released after a tile's last Q K^T
   k    num_stages, 4 * consumers empty arrivals; released when S is complete
   v    num_stages, likewise; released when the product with P is complete
 Order of loads, which is the order of use: K(n) Q K(n-1) V(n) K(n-2) V(n-1) ... V(first).
 
-Shared memory: the mbarriers, then at 1,024-byte boundaries sQ and sO with a slab of 64 rows for
-each consumer, sK and sV with num_stages blocks each. O leaves through sO by TMA, so rows past
-seqlen_q and columns past head_dim_v are dropped by the descriptor; rows of Q, K and V past their
-extents, and columns past their head dimension, arrive as zeros.
+Shared memory: the mbarriers, then at 1,024-byte boundaries sQ and sO in slabs of 64 rows (sO one
+for each consumer, sQ num_q_stages), sK and sV with num_stages blocks each. O leaves through sO
+by TMA, so rows past seqlen_q and columns past head_dim_v are dropped by the descriptor; rows of
+Q, K and V past their extents, and columns past their head dimension, arrive as zeros.
 
 A thread block is persistent: it computes one tile in each round of `TileSchedule`. The loading
 role and the consumers derive tile and key range from the same `TileSchedule` and `Band`, so a
@@ -103,7 +103,7 @@ class Scalars:
 
 
 class SmemLayouts(NamedTuple):
-    """q, o: (64, d, consumer). k, v: (tile_n, d, stage)."""
+    """q: (64, d, slab). k, v: (tile_n, d, stage). o: (64, d, consumer)."""
 
     q: cute.ComposedLayout
     k: cute.ComposedLayout
@@ -155,6 +155,14 @@ class Consumer:
     softmax: OnlineSoftmax
 
 
+class QTile(NamedTuple):
+    """A consumer's 64 query rows: their query block, slab of sQ, and barrier phase."""
+
+    m_block: Int32
+    slab: Int32
+    phase: Int32
+
+
 class PrefillSm90:
     """The kernel of one configuration."""
 
@@ -164,6 +172,7 @@ class PrefillSm90:
         self.num_consumers = config.num_consumers
         self.tile_n = config.tile_n
         self.num_stages = config.num_stages
+        self.num_q_slabs = config.num_q_stages * config.num_consumers
 
     # host builders
 
@@ -177,7 +186,7 @@ class PrefillSm90:
         """Static, but made anew on each side: host and device do not share values."""
         config = self.config
         return SmemLayouts(
-            self._smem_layout(WARPGROUP_ROWS, config.head_dim_qk, self.num_consumers),
+            self._smem_layout(WARPGROUP_ROWS, config.head_dim_qk, self.num_q_slabs),
             self._smem_layout(self.tile_n, config.head_dim_qk, self.num_stages),
             self._smem_layout(self.tile_n, config.head_dim_v, self.num_stages),
             self._smem_layout(WARPGROUP_ROWS, config.head_dim_v, self.num_consumers),
@@ -191,7 +200,7 @@ class PrefillSm90:
 
         @cute.struct
         class Storage:
-            q_barriers: cute.struct.MemRange[Int64, 2 * self.num_consumers]
+            q_barriers: cute.struct.MemRange[Int64, 2 * self.num_q_slabs]
             k_barriers: cute.struct.MemRange[Int64, 2 * self.num_stages]
             v_barriers: cute.struct.MemRange[Int64, 2 * self.num_stages]
             q: tile(layouts.q)
@@ -259,11 +268,8 @@ class PrefillSm90:
         num_ctas = cutlass.min(num_ctas, num_m_blocks * num_heads)
         if not config.right_bound:
             return TileSchedule.in_order(num_ctas, num_m_blocks, num_heads)
-        row_bytes = (
-            e.num_heads_k * config.head_dim_qk + e.num_heads_v * config.head_dim_v
-        ) * config.dtype.bytes
-        head_bytes = Int64(e.seqlen_k) * row_bytes // e.num_heads_q
-        return TileSchedule.longest(num_ctas, num_m_blocks, num_heads, head_bytes)
+        group = e.num_heads_q // e.num_heads_k
+        return TileSchedule.longest(num_ctas, num_m_blocks, num_heads, group)
 
     def _make_stats(self, pointers: HostPointers, e: HostExtents, s: HostStrides):
         """(row, head, batch) of float32, None when the configuration writes none."""
@@ -352,7 +358,7 @@ class PrefillSm90:
         pipes = Pipelines(
             make(
                 storage.q_barriers,
-                self.num_consumers,
+                self.num_q_slabs,
                 WARPS_PER_WARPGROUP,
                 WARPGROUP_ROWS,
                 config.head_dim_qk,
@@ -407,9 +413,7 @@ class PrefillSm90:
         """One warp: the loads of every tile, in the order the consumers use them."""
         extents = scalars.extents
         cta = cute.arch.block_idx()[0]
-        q_state = pipeline.make_pipeline_state(
-            pipeline.PipelineUserType.Producer, self.num_consumers
-        )
+        q_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_q_slabs)
         k_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
         v_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Producer, self.num_stages)
         for round_idx in cutlass.range(work.schedule.num_rounds, unroll=1):
@@ -479,7 +483,7 @@ class PrefillSm90:
             Turns(wg, self.num_consumers),
             mma_qk,
             mma_pv,
-            tSrQ[None, None, None, wg],
+            tSrQ,
             qk.make_fragment_B(qk.partition_B(smem.k)),
             cute.make_rmem_tensor(shape_p, self.dtype),
             pv.make_fragment_B(pv.partition_B(v_transposed)),
@@ -500,7 +504,7 @@ class PrefillSm90:
         """One consumer warpgroup: every tile's 64 rows from scores to stored output."""
         c = self._make_consumer(smem, scalars)
         cta = cute.arch.block_idx()[0]
-        q_phase = Int32(0)
+        q_count = Int32(0)
         kv_state = pipeline.make_pipeline_state(pipeline.PipelineUserType.Consumer, self.num_stages)
         c.turns.start()
         for round_idx in cutlass.range(work.schedule.num_rounds, unroll=1):
@@ -511,65 +515,64 @@ class PrefillSm90:
                 c.softmax.reset()
                 c.acc_O.fill(0.0)
                 if n_first < n_end:
-                    self._wait_q(c, smem, pipes, q_phase, scalars.q_sign)
-                    self.first_step(c, pipes, kv_state, band, tile.m_block, n_end - 1)
+                    q = self._q_tile(c, tile.m_block, q_count)
+                    q_count += 1
+                    self._wait_q(c, smem, pipes, q, scalars.q_sign)
+                    self.first_step(c, pipes, kv_state, band, q, n_end - 1)
                     right_end = band.unmasked_end(tile.m_block, n_first, n_end - 1)
                     for i in cutlass.range(n_end - 1 - right_end, unroll=1):
                         n_block = n_end - 2 - i
-                        kv_state = self.kv_step(
-                            c, pipes, kv_state, band, tile.m_block, n_block, True
-                        )
+                        kv_state = self.kv_step(c, pipes, kv_state, band, q, n_block, True)
                     left_end = band.unmasked_first(tile.m_block, n_first, right_end)
                     for i in cutlass.range(right_end - left_end, unroll=1):
                         n_block = right_end - 1 - i
-                        kv_state = self.kv_step(
-                            c, pipes, kv_state, band, tile.m_block, n_block, False
-                        )
+                        kv_state = self.kv_step(c, pipes, kv_state, band, q, n_block, False)
                     if cutlass.const_expr(self.config.left_bound):
                         for i in cutlass.range(left_end - n_first, unroll=1):
                             n_block = left_end - 1 - i
-                            kv_state = self.kv_step(
-                                c, pipes, kv_state, band, tile.m_block, n_block, True
-                            )
-                    self._release_q(c, pipes, q_phase)
-                    q_phase ^= 1
+                            kv_state = self.kv_step(c, pipes, kv_state, band, q, n_block, True)
+                    pipes.q.consumer_release(self._q_state(q))
                     kv_state = self.last_step(c, pipes, kv_state)
                 self.epilogue(c, tma, stats, smem, tile, scalars)
         # shared memory must outlive the last store's reads
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def _q_state(self, c: Consumer, phase: Int32) -> pipeline.PipelineState:
-        return pipeline.PipelineState(self.num_consumers, Int32(0), c.turns.warpgroup, phase)
+    def _q_tile(self, c: Consumer, m_block: Int32, count: Int32) -> QTile:
+        """count: tiles with keys before this one, which the loading role has loaded too."""
+        stages = self.config.num_q_stages
+        slab = count % stages * self.num_consumers + c.turns.warpgroup
+        return QTile(m_block, slab, count // stages % 2)
+
+    def _q_state(self, q: QTile) -> pipeline.PipelineState:
+        return pipeline.PipelineState(self.num_q_slabs, Int32(0), q.slab, q.phase)
 
     @cute.jit
-    def _wait_q(self, c: Consumer, smem: Smem, pipes: Pipelines, phase: Int32, q_sign: Float32):
+    def _wait_q(self, c: Consumer, smem: Smem, pipes: Pipelines, q: QTile, q_sign: Float32):
         """Wait for this warpgroup's Q, and give it the sign of attn_scale."""
-        pipes.q.consumer_wait(self._q_state(c, phase))
+        pipes.q.consumer_wait(self._q_state(q))
         if q_sign != 1.0:
-            slab = WARPGROUP_ROWS * self.config.head_dim_qk
+            size = WARPGROUP_ROWS * self.config.head_dim_qk
             # elementwise, so the swizzle does not matter
             flat = cute.make_tensor(
-                cute.recast_ptr(smem.q.iterator, dtype=self.dtype) + c.turns.warpgroup * slab,
+                cute.recast_ptr(smem.q.iterator, dtype=self.dtype) + q.slab * size,
                 cute.make_layout(
-                    (VECTOR, WARPGROUP_THREADS, slab // (VECTOR * WARPGROUP_THREADS)),
+                    (VECTOR, WARPGROUP_THREADS, size // (VECTOR * WARPGROUP_THREADS)),
                     stride=(1, VECTOR, VECTOR * WARPGROUP_THREADS),
                 ),
             )
-            for i in cutlass.range_constexpr(slab // (VECTOR * WARPGROUP_THREADS)):
+            for i in cutlass.range_constexpr(size // (VECTOR * WARPGROUP_THREADS)):
                 part = flat[None, c.tidx, i]
                 part.store((part.load().to(Float32) * q_sign).to(self.dtype))
             cute.arch.fence_view_async_shared()
             c.turns.sync_warpgroup()
 
-    def _release_q(self, c: Consumer, pipes: Pipelines, phase: Int32) -> None:
-        pipes.q.consumer_release(self._q_state(c, phase))
-
     @cute.jit
-    def _issue_qk(self, c: Consumer, stage: Int32) -> cute.Tensor:
+    def _issue_qk(self, c: Consumer, q: QTile, stage: Int32) -> cute.Tensor:
         """Start S = Q K(stage)^T."""
         shape = c.mma_qk.partition_shape_C((WARPGROUP_ROWS, self.tile_n))
         acc_S = cute.make_rmem_tensor(shape, Float32)
-        _issue(c.mma_qk, acc_S, c.tSrQ, c.tSrK[None, None, None, stage], False)
+        tSrQ = c.tSrQ[None, None, None, q.slab]
+        _issue(c.mma_qk, acc_S, tSrQ, c.tSrK[None, None, None, stage], False)
         return acc_S
 
     @cute.jit
@@ -584,33 +587,33 @@ class PrefillSm90:
         band.apply(acc_S, wg_rows + acc_row(c.tidx, 0), first_column)
 
     @cute.jit
-    def first_step(self, c: Consumer, pipes: Pipelines, state, band: Band, m_block, n_block):
+    def first_step(self, c: Consumer, pipes: Pipelines, state, band: Band, q: QTile, n_block):
         """S = Q K^T and P = softmax(S) of a tile's first block; its product with V comes later."""
         pipes.k.consumer_wait(state)
-        acc_S = self._issue_qk(c, state.index)
+        acc_S = self._issue_qk(c, q, state.index)
         warpgroup.wait_group(0)
         pipes.k.consumer_release(state)
-        self._mask(c, acc_S, band, m_block, n_block)
+        self._mask(c, acc_S, band, q.m_block, n_block)
         c.softmax.step(acc_S)
         _to_operand(acc_S, c.tOrP)
 
     @cute.jit
     def kv_step(
-        self, c: Consumer, pipes: Pipelines, state, band: Band, m_block, n_block, is_masked: bool
+        self, c: Consumer, pipes: Pipelines, state, band: Band, q: QTile, n_block, is_masked: bool
     ):
         """S = Q K^T of one block, and meanwhile O += P V of the block before it."""
         v_state = state.clone()
         state.advance()
         pipes.k.consumer_wait(state)
         c.turns.wait()
-        acc_S = self._issue_qk(c, state.index)
+        acc_S = self._issue_qk(c, q, state.index)
         pipes.v.consumer_wait(v_state)
         self._issue_pv(c, v_state.index)
         c.turns.pass_on()
         warpgroup.wait_group(1)
         pipes.k.consumer_release(state)
         if cutlass.const_expr(is_masked):
-            self._mask(c, acc_S, band, m_block, n_block)
+            self._mask(c, acc_S, band, q.m_block, n_block)
         row_scale = c.softmax.step(acc_S)
         warpgroup.wait_group(0)
         pipes.v.consumer_release(v_state)
