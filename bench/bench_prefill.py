@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="B=4 S=4096 only")
     parser.add_argument("--out", type=Path, help="write the run as JSON")
     options = parser.parse_args()
+    # a kernel is measured before it is qualified
+    os.environ["CUDNN_FROST_UNQUALIFIED"] = "1"
     handle = cudnn.create_handle()
     timer = Timer()
     matmul = matmul_flops(timer)

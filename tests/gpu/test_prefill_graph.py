@@ -112,7 +112,10 @@ def test_every_plan_of_the_list_gives_the_answer(built, handle):
         built.poison()
         g.execute_plan_at_index(built.pack, space, index, handle)
         torch.cuda.synchronize()
-        built.check()
+        try:
+            built.check()
+        except AssertionError as error:
+            raise AssertionError(f"plan {index}, {g.get_plan_name_at_index(index)}") from error
 
 
 def test_execute_neither_synchronizes_nor_allocates(built, handle):
@@ -134,13 +137,13 @@ def test_the_first_execute_can_be_captured_and_replayed_with_other_inputs(handle
     problem = Problem(handle)
     problem.graph.build([cudnn.heur_mode.A])
     stream = torch.cuda.Stream()
-    cudnn.set_stream(stream.cuda_stream, handle)
+    cudnn.set_stream(handle, stream.cuda_stream)
     try:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             problem.graph.execute(problem.pack, None, handle)
     finally:
-        cudnn.set_stream(0, handle)
+        cudnn.set_stream(handle, 0)
     for _ in range(3):
         for x, heads in ((problem.q, H_Q), (problem.k, H_KV), (problem.v, H_KV)):
             x.copy_(draw(heads))
@@ -156,7 +159,7 @@ def test_it_runs_on_the_handles_stream(handle):
     problem.graph.build([cudnn.heur_mode.A])
     stream = torch.cuda.Stream()
     replacement = draw(H_Q)
-    cudnn.set_stream(stream.cuda_stream, handle)
+    cudnn.set_stream(handle, stream.cuda_stream)
     try:
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
@@ -165,7 +168,7 @@ def test_it_runs_on_the_handles_stream(handle):
         problem.graph.execute(problem.pack, None, handle)
         stream.synchronize()
     finally:
-        cudnn.set_stream(0, handle)
+        cudnn.set_stream(handle, 0)
     problem.check()
 
 
