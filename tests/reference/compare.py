@@ -112,6 +112,13 @@ def floor(port: str, scale: float, stored: torch.dtype, io_dtype: torch.dtype) -
     return max(1.0, scale) * (2.0**-11 if io_dtype in FP8 else 2.0**-18)
 
 
+def _one_sided(port: str, scale: float) -> float:
+    """Error of the fp32 ports that no average over rows removes: scale * log2(e) and ln(2), with
+    which a kernel that works in powers of two converts there and back, are rounded once each, and
+    so is their product with the row's maximum."""
+    return 0.0 if port in ("O", "Amax_O") else 3 * 2.0**-24 * scale
+
+
 def _judge(port, actual, expected: Output, base: Output, factor, io_dtype) -> Report:
     want = expected.values.to(torch.float64)
     if expected.dtype in FP8:
@@ -144,7 +151,7 @@ def _judge(port, actual, expected: Output, base: Output, factor, io_dtype) -> Re
     rows = max(1, int(judged[..., 0].sum()))
     rms = float(error.square().sum() / count) ** 0.5
     base_rms = float(base_error.square().sum() / count) ** 0.5
-    if rms > factor * base_rms + slack / rows**0.5:
+    if rms > factor * base_rms + max(slack / rows**0.5, _one_sided(port, scale)):
         faults.append(f"rms error {rms:.3e}, the baseline's is {base_rms:.3e}")
     return Report(port, worst, float(base_error.max()), limit, at, tuple(faults))
 
