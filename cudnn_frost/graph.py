@@ -61,7 +61,7 @@ class Graph:
 
     backend: Any
 
-    @functools.wraps(_BackendGraph.__init__)
+    @functools.wraps(_BackendGraph.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         bound = _SIGNATURE.bind(None, *args, **kwargs).arguments
         self._options: dict[str, Any] = {

@@ -54,7 +54,8 @@ def _prefill(row: Row, facts: SdpaFacts, knobs: Knobs, target: Target) -> Launch
     config = config_of(row, facts, knobs)
     bottom_right = facts.band.alignment == "BOTTOM_RIGHT"
     offset = facts.s_kv - facts.s_q if bottom_right else 0
-    pointers = PrefillPointers("q", "k", "v", "o", "stats" if facts.stats else "")  # type: ignore
+    present = {"q", "k", "v", "o"} | ({"stats"} if facts.stats else set())
+    pointers = tuple(name if name in present else "" for name in PrefillPointers._fields)
     extents = PrefillExtents(
         batch=facts.b,
         num_heads_q=facts.h_q,
@@ -70,7 +71,7 @@ def _prefill(row: Row, facts: SdpaFacts, knobs: Knobs, target: Target) -> Launch
     band = PrefillBand(left=offset - (facts.band.left or 0), right=offset + (facts.band.right or 0))
     scale = 1.0 if facts.attn_scale.value is None else facts.attn_scale.value
     constants = (extents, strides, band, scale, target.sm_count)
-    return Launch(config, config.signature(), tuple(pointers), constants)
+    return Launch(config, config.signature(), pointers, constants)
 
 
 _LOWERINGS = {"prefill_sm90": _prefill}

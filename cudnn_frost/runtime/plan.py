@@ -19,8 +19,11 @@ class CompiledPlan(Protocol):
     key: the compile key; plans of one key share one compiled artifact.
     """
 
-    workspace_bytes: int
-    key: str
+    @property
+    def workspace_bytes(self) -> int: ...
+
+    @property
+    def key(self) -> str: ...
 
     def execute(self, bound: Mapping[int, Any], workspace: Any, stream: int | None) -> None:
         """Run on `stream` (a CUDA stream address, None or 0 = the default stream).
