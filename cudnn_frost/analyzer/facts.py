@@ -245,6 +245,11 @@ class SdpaFacts(Frozen):
         return self.o.dtype
 
     @property
+    def mixed_output(self) -> bool:
+        """O has another type than Q."""
+        return self.o.dtype is not self.q.dtype
+
+    @property
     def d_shape(self) -> tuple[int, int]:
         """(d_qk, d_v)."""
         return self.d_qk, self.d_v

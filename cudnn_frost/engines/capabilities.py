@@ -18,6 +18,7 @@ class Capabilities:
     packages: (distribution, minimum version) the row needs installed.
     input_dtype: of Q, K and V, which must agree.
     output_dtype: of O.
+    mixed_output: O may have another type than Q.
     d_shapes: (d_qk, d_v) flavors; the smallest that covers serves. None = any.
     paged_d_shapes: the flavors that serve paged K/V. None = any.
     d_multiple: head dims must be a multiple.
@@ -39,6 +40,7 @@ class Capabilities:
     packages: tuple[tuple[str, str], ...] = ()
     input_dtype: frozenset[DType]
     output_dtype: frozenset[DType]
+    mixed_output: bool = False
     d_shapes: tuple[Flavor, ...] | None
     d_multiple: int = 1
     d_floor: int = 0

@@ -33,6 +33,7 @@ REFERENCE = Row(
         packages=(("torch", "2.4"),),
         input_dtype=frozenset(_HALF | _FP8 | {DType.FLOAT}),
         output_dtype=frozenset(_HALF | _FP8 | {DType.FLOAT}),
+        mixed_output=True,
         d_shapes=None,
         paged_d_shapes=None,
         page_sizes=None,

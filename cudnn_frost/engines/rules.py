@@ -85,6 +85,9 @@ def dtype_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator
     elif facts.output_dtype not in caps.output_dtype:
         taken = _listing(caps.output_dtype)
         yield Decline(DeclineCode.OUTPUT_DTYPE, "o.data_type", str(facts.output_dtype), taken)
+    elif facts.mixed_output and not caps.mixed_output:
+        want = f"q's type, {facts.q.dtype}"
+        yield Decline(DeclineCode.OUTPUT_DTYPE, "o.data_type", str(facts.output_dtype), want)
     if facts.compute_dtype not in (DType.FLOAT, DType.NOT_SET):
         remedy = "Set compute_data_type to FLOAT"
         got = str(facts.compute_dtype)
