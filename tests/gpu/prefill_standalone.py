@@ -338,6 +338,10 @@ def cases() -> list[Case]:
     return listed
 
 
+# thread blocks to run at once: any number is right, however many multiprocessors there are
+CTAS = (1, 7, 131, 1000)
+
+
 def check(folder: Path, base: PrefillSm90Config) -> int:
     """Run every case; returns the number that failed."""
     import torch
@@ -362,11 +366,17 @@ def check(folder: Path, base: PrefillSm90Config) -> int:
         failed += bool(fault)
         if fault:
             print(f"FAIL growing {offset}: {fault}", flush=True)
+    for num_ctas in CTAS:
+        case = Case("grid", seq=(700, 900), offset="br", heads=(6, 3, 1))
+        fault = run_case(kernels, base, case, alter=lambda a, n=num_ctas: a._replace(num_ctas=n))
+        failed += bool(fault)
+        if fault:
+            print(f"FAIL {num_ctas} thread blocks: {fault}", flush=True)
     fault = check_many_blocks(kernels, base)
     failed += bool(fault)
     if fault:
         print(f"FAIL many blocks: {fault}", flush=True)
-    total = len(listed) + 4 + len(PLANTED)
+    total = len(listed) + 4 + len(PLANTED) + len(CTAS)
     print(f"checked {total} cases, {failed} failed, {time.time() - started:.0f} s", flush=True)
     return failed
 

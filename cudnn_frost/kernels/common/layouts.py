@@ -4,6 +4,8 @@ A thread holds rows `acc_row(tidx, 0)` and `acc_row(tidx, 1)`, and of each the c
 `acc_column(j) + acc_column_offset(tidx)` for j = 0, 1, ... Both are fixed by the instruction.
 """
 
+# mypy: ignore-errors
+
 from __future__ import annotations
 
 import cutlass.cute as cute

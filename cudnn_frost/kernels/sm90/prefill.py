@@ -25,10 +25,11 @@ or zero attn_scale is folded into Q in shared memory (Q *= sign), where it costs
 in the loop and keeps the running maximum a maximum. Stats are natural logarithms.
 """
 
+# mypy: ignore-errors
+
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 import cutlass.utils.hopper_helpers as hopper
@@ -290,7 +291,7 @@ class PrefillSm90:
         band: HostBand,
         softmax_scale: Float32,
         num_ctas: Int32,
-        stream: cuda.CUstream,
+        stream,
     ):
         """The host entry; its arguments are PrefillArgs."""
         tma = self._make_tma(pointers, extents, strides)
