@@ -1,0 +1,5 @@
+"""The `cudnn-frost` command."""
+
+from .app import main
+
+__all__ = ["main"]
