@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ..analyzer.facts import SdpaFacts
 from ..heuristics.assemble import PlanEntry
 from ..vocab import Target
@@ -30,5 +32,12 @@ def build_plan(entry: PlanEntry, facts: SdpaFacts, target: Target, device: int) 
         entry=entry_point,
         key=cache.full_key(row.kernel, launch.config, launch.signature),
         pointers=tuple(slots[path] if path else None for path in launch.pointers),
-        constants=launch.constants,
+        constants=tuple(_converted(value) for value in launch.constants),
     )
+
+
+def _converted(value: Any) -> Any:
+    """A bundle in the form the entry takes it, so that no call converts it again."""
+    import tvm_ffi
+
+    return tvm_ffi.convert(tuple(value)) if isinstance(value, tuple) else value
