@@ -109,8 +109,8 @@ def runners(
     backend = next(i for i, n in enumerate(names) if not n.startswith("frost_"))
     found: dict[str, Callable[[], Any]] = {}
     for key, index in ((OURS, frost), ("cudnn", backend)):
-        need = g.get_workspace_size_plan_at_index(index)
         g.build_plan_at_index(index)
+        need = g.get_workspace_size_plan_at_index(index)
         space = torch.empty(max(need, 1), dtype=torch.uint8, device="cuda")
         found[key] = lambda i=index, w=space: g.execute_plan_at_index(pack, w, i, handle)
     found |= _peers(shape, x)

@@ -8,6 +8,19 @@ from ..vocab import DType
 
 Flavor = tuple[int, int]
 
+ALL_MASKS = frozenset(
+    {
+        "none",
+        "causal",
+        "causal_bottom_right",
+        "window",
+        "window_bottom_right",
+        "right_bound",
+        "right_bound_bottom_right",
+    }
+)
+"""Every name `SdpaFacts.mask` gives."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
@@ -24,6 +37,8 @@ class Capabilities:
     d_multiple: head dims must be a multiple.
     d_floor: head dims up to it belong to a smaller flavor, which the row does not have.
     stride_alignment: bytes that every stride of Q, K, V and O must be a multiple of (1 = free).
+    stride_limit: bytes that every stride must stay below, from 0 on (0 = free).
+    extent_limit: what every extent must stay below (0 = free).
     mask: names as `SdpaFacts.mask`.
     padding, length_forms: per-batch lengths, and the forms either side may take.
     ragged: fields that may be packed.
@@ -45,6 +60,8 @@ class Capabilities:
     d_multiple: int = 1
     d_floor: int = 0
     stride_alignment: int = 1
+    stride_limit: int = 0
+    extent_limit: int = 0
     mask: frozenset[str]
     padding: bool = False
     length_forms: frozenset[str] = frozenset({"none"})

@@ -3,23 +3,11 @@
 from __future__ import annotations
 
 from ..vocab import DType
-from .capabilities import Capabilities
+from .capabilities import ALL_MASKS, Capabilities
 from .row import Row
 
 _HALF = {DType.HALF, DType.BFLOAT16}
 _FP8 = {DType.FP8_E4M3, DType.FP8_E5M2}
-
-ALL_MASKS = frozenset(
-    {
-        "none",
-        "causal",
-        "causal_bottom_right",
-        "window",
-        "window_bottom_right",
-        "right_bound",
-        "right_bound_bottom_right",
-    }
-)
 
 REFERENCE = Row(
     name="frost_sdpa_fwd_reference",

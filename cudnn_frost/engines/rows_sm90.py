@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from ..vocab import DType
-from .capabilities import Capabilities
+from .capabilities import ALL_MASKS, Capabilities
 from .row import Row
 
 _CC = frozenset({(9, 0)})
 _PACKAGES = (("nvidia-cutlass-dsl", "4.8"), ("apache-tvm-ffi", "0.1.15"))
+# a tensor copy descriptor holds strides of 40 bits and extents of 32, the kernels signed ones
+_COPY_STRIDE_LIMIT = 1 << 40
+_INT32_LIMIT = 1 << 31
 _HALF = frozenset({DType.HALF, DType.BFLOAT16})
 _FP8 = frozenset({DType.FP8_E4M3, DType.FP8_E5M2})
 
@@ -42,7 +45,10 @@ PREFILL = Row(
         d_multiple=8,
         d_floor=64,
         stride_alignment=16,
-        mask=frozenset({"none", "causal", "causal_bottom_right"}),
+        stride_limit=_COPY_STRIDE_LIMIT,
+        extent_limit=_INT32_LIMIT,
+        mask=ALL_MASKS,
+        split_kv_heads=True,
     ),
 )
 

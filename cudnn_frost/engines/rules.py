@@ -130,6 +130,19 @@ def stride_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterato
             )
 
 
+def limit_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator[Decline]:
+    for name, operand in (("q", facts.q), ("k", facts.k), ("v", facts.v), ("o", facts.o)):
+        for axis, (extent, stride) in enumerate(zip(operand.dim, operand.stride, strict=True)):
+            if caps.extent_limit and extent >= caps.extent_limit:
+                want = f"below {caps.extent_limit}"
+                yield Decline(DeclineCode.EXTENT, f"{name}.dim[{axis}]", str(extent), want)
+            step = stride * operand.dtype.bytes
+            if caps.stride_limit and extent != 1 and not 0 <= step < caps.stride_limit:
+                want = f"from 0 to below {caps.stride_limit} bytes"
+                got = f"{stride} elements of {operand.dtype}"
+                yield Decline(DeclineCode.STRIDE, f"{name}.stride[{axis}]", got, want)
+
+
 def mask_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator[Decline]:
     if facts.mask not in caps.mask:
         spelt = f" ({', '.join(facts.band.spelling)})" if facts.band.spelling else ""
@@ -229,6 +242,7 @@ RULES: tuple[Rule, ...] = (
     dtype_rule,
     head_rule,
     stride_rule,
+    limit_rule,
     mask_rule,
     length_rule,
     ragged_rule,

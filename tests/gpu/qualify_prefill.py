@@ -39,7 +39,6 @@ COMMON = Scope(
     head_dims=((128, 128), (128, 128), (72, 80), (96, 96), (112, 128)),
     layouts=("bhsd", "bshd", "sbhd", "hbsd", "padded", "qkv", "kv"),
     out_layouts=("bhsd", "bshd", "sbhd", "padded"),
-    masks=("none", "causal", "causal_br"),
     s_q=(1, 600),
     s_kv=(1, 700),
     batch=(1, 3),
@@ -56,6 +55,7 @@ COMMON = Scope(
     "inert_words",
     "flat_buffers",
     "is_inference",
+    "uneven_heads",
     "softmax_precision",
 )
 

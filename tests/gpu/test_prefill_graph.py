@@ -106,8 +106,8 @@ def test_after_deselection_the_backend_serves_the_same_answer(built, handle):
 def test_every_plan_of_the_list_gives_the_answer(built, handle):
     g = built.graph
     for index in range(g.get_execution_plan_count()):
-        need = g.get_workspace_size_plan_at_index(index)
         g.build_plan_at_index(index)
+        need = g.get_workspace_size_plan_at_index(index)
         space = torch.empty(max(need, 1), dtype=torch.uint8, device="cuda")
         built.poison()
         g.execute_plan_at_index(built.pack, space, index, handle)
