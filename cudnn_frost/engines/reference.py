@@ -199,7 +199,7 @@ class _Memory:
 
     def _lengths(self, side: Lengths, extent: int) -> list[int]:
         batch = self.facts.b
-        if side.operand is None or not self.facts.padding:
+        if side.operand is None:
             return [extent] * batch
         count = batch if side.form == "seq_len" else batch + 1
         view = self.buffers.view(side.operand, (count,), (side.operand.stride[0],))

@@ -50,6 +50,16 @@ def test_scale_zero_is_uniform_over_the_visible_keys() -> None:
         assert run.stats[0, 0, i].item() == pytest.approx(math.log(i + 1))
 
 
+def test_sink_is_not_scaled() -> None:
+    memory = Memory()
+    tensors = qkv(h_q=2)
+    sink = memory.add("sink", torch.tensor([0.5, -1.5]).reshape(1, 2, 1, 1))
+    scale = Scale(form="host", value=0.25)
+    run = dense(memory, tensors, sink=sink, attn_scale=scale).go()
+    heads = [{"sink": 0.5}, {"sink": -1.5}]
+    check_by_hand(run, tensors, lambda b, i, j: True, scale=0.25, head=lambda b, h: heads[h])
+
+
 def test_known_value_needs_no_buffer() -> None:
     tensors = qkv()
     unbound = Operand(uid=999, name="scale", dtype=DType.FLOAT, dim=(), stride=())
@@ -73,7 +83,7 @@ def test_prefolded_scale_is_in_bits() -> None:
 @pytest.mark.parametrize("alignment", ["TOP_LEFT", "BOTTOM_RIGHT"])
 @pytest.mark.parametrize("left", [None, 1, 2, 100, 0, -2])
 @pytest.mark.parametrize("right", [None, 0, 2, 100])
-@pytest.mark.parametrize("s_q, s_kv", [(4, 7), (7, 4)])
+@pytest.mark.parametrize("s_q, s_kv", [(4, 7), (7, 4), (1, 7)])
 def test_bands(alignment, left, right, s_q, s_kv) -> None:
     tensors = qkv(b=1, h_q=1, s_q=s_q, s_kv=s_kv)
     run = dense(Memory(), tensors, band=Band(alignment=alignment, left=left, right=right)).go()

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from cudnn_frost.analyzer.facts import Band, Dropout, Operand, Paging, Ragged, Scale
+from cudnn_frost.analyzer.facts import Band, Dropout, Lengths, Operand, Paging, Ragged, Scale
 from cudnn_frost.analyzer.layout import span_elements
 from cudnn_frost.engines import reference
 from cudnn_frost.engines.reference import NOT_SERVED
@@ -317,19 +317,30 @@ def test_table_entries_past_the_length_are_not_looked_up(garbage: int) -> None:
     check_by_hand(run.go(), tensors, lambda b, i, j: j < [1, 5][b])
 
 
-def test_pages_in_front_of_a_window_are_not_looked_up() -> None:
-    # bottom right, two rows over 8 keys, three keys back: keys 0 to 3 are seen by nobody
-    table = [[-1, 99999, 3, 6]]
-    band = Band(left=3, right=0, alignment="BOTTOM_RIGHT")
-    run, tensors = paged_run(([[0, 1, 3, 6]],) * 2, [8], band=band)
-    expected = run.go().o
+@pytest.mark.parametrize("left", [3, 4])
+def test_pages_in_front_of_a_window_are_not_looked_up(left: int) -> None:
+    # bottom right, two rows over 8 keys: keys before 7 - left are seen by nobody
+    band = Band(left=left, right=0, alignment="BOTTOM_RIGHT")
+    table = [[0, 1, 3, 6]]
+    run, tensors = paged_run((table, table), [8], band=band)
+    dead = (7 - left) // 2
     for name in ("k_table", "v_table"):
         operand = getattr(run.facts.paging, name)
+        entries = run.memory.view(operand, operand.dim, operand.stride)[0, 0, :dead, 0]
+        entries.copy_(torch.tensor([-1, 99999])[:dead])
+    for pool in (run.facts.k, run.facts.v):
+        run.memory.view(pool, pool.dim, pool.stride)[:dead] = NAN
+    check_by_hand(run.go(), tensors, lambda b, i, j: i + 6 - left < j <= i + 6)
+
+
+def test_sequence_without_queries_looks_up_no_page() -> None:
+    table = [[-1, 99999, 3, 6], [0, 1, 2, 4]]
+    run, tensors = paged_run((table[1:] * 2, table[1:] * 2), [8, 8])
+    for operand in (run.facts.paging.k_table, run.facts.paging.v_table):
         run.memory.view(operand, operand.dim, operand.stride)[0, 0, :, 0] = torch.tensor(table[0])
-    run.memory.view(run.facts.k, run.facts.k.dim, run.facts.k.stride)[:2] = NAN
-    run.memory.view(run.facts.v, run.facts.v.dim, run.facts.v.stride)[:2] = NAN
-    assert torch.equal(run.go().o, expected)
-    check_by_hand(run, tensors, lambda b, i, j: i + 6 - 3 < j <= i + 6)
+    queries = run.facts.seq_len_q.operand
+    run.memory.view(queries, queries.dim, queries.stride)[0] = 0
+    check_by_hand(run.go(), tensors, lambda b, i, j: b == 1)
 
 
 @pytest.mark.parametrize("length", [4, 5, 8, 1000])
@@ -355,8 +366,29 @@ def test_length_beyond_a_dense_extent_is_held_to_it() -> None:
 
 def test_negative_lengths_count_as_empty() -> None:
     memory = Memory()
-    run = dense(memory, qkv(b=2), **lengths(memory, [5, -1], [-3, 7])).go()
-    assert not run.o.any() and (run.stats == -INF).all()
+    tensors = qkv(b=3)
+    run = dense(memory, tensors, **lengths(memory, [5, -1, 5], [7, 7, -3])).go()
+    check_by_hand(run, tensors, lambda b, i, j: b == 0)
+
+
+def test_lengths_have_a_declared_stride() -> None:
+    memory = Memory()
+    tensors = qkv()
+    spaced = memory.add("lengths", torch.tensor([4, 2]).reshape(2, 1, 1, 1), (3, 1, 1, 1))
+    sides = dict.fromkeys(("seq_len_q", "seq_len_kv"), Lengths(form="seq_len", operand=spaced))
+    run = dense(memory, tensors, **sides).go()
+    check_by_hand(run, tensors, lambda b, i, j: i < [4, 2][b] and j < [4, 2][b])
+
+
+def test_dense_side_of_a_paged_graph_bounds_the_walk() -> None:
+    q, k, v = qkv(b=1, s_q=2, s_kv=8)
+    memory = Memory()
+    table = [[3, 0, 2, 1]]
+    pool, k_table = memory.paged("K", k, [8], table, 2, pages=4)
+    paging = Paging(k_table=k_table, page_size_k=2, pages_per_seq=4)
+    operands = memory.add("Q", q), pool, memory.add("V", v[:, :, :5])
+    run = prepare(memory, *operands, s_kv=8, paging=paging, **lengths(memory, [2], [8])).go()
+    check_by_hand(run, (q, k, v), lambda b, i, j: j < 5)
 
 
 @pytest.mark.parametrize(
@@ -394,7 +426,8 @@ def test_one_table_for_both_sides() -> None:
 @pytest.mark.parametrize("page", [-1, 12])
 def test_live_page_outside_the_pool_is_named(page: int) -> None:
     table = [[0, 1, 2, 3], [4, 5, 6, 7]]
-    run, _ = paged_run((table, table), [8, 8])
+    band = Band(left=3, right=0, alignment="BOTTOM_RIGHT")
+    run, _ = paged_run((table, table), [8, 8], band=band)
     operand = run.facts.paging.v_table
     run.memory.view(operand, operand.dim, operand.stride)[1, 0, 2, 0] = page
     with pytest.raises(ValueError, match=rf"V\.table.*page 2 of batch 1 is {page}.*12 pages"):
@@ -416,6 +449,18 @@ def test_page_beyond_two_to_the_31_elements() -> None:
     run = prepare(memory, q, k, k, s_kv=2, paging=paging).go()
     expected = 0.25 / (1 + math.exp(-4.0))
     assert run.o.flatten().tolist() == pytest.approx([expected] * 16)
+
+
+def test_batch_beyond_two_to_the_31_elements() -> None:
+    memory = Memory()
+    q = memory.add("Q", torch.zeros(2, 1, 1, 16).to(torch.float8_e4m3fn))
+    far = (1 << 31) + 32
+    flat = memory.flat[90] = torch.empty(far + 16, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    flat[:16], flat[far:] = 1.0, 3.0
+    stride = (far, 16, 16, 1)
+    k = Operand(uid=90, name="K", dtype=DType.FP8_E4M3, dim=(2, 1, 1, 16), stride=stride)
+    run = prepare(memory, q, k, k).go()
+    assert (run.o[0] == 1).all() and (run.o[1] == 3).all()
 
 
 # ---- 14 to 19: layouts
