@@ -82,7 +82,7 @@ def compare(
     the precision P may have.
     """
     reports = [
-        _judge(port, values, expected[port], base[port], factor, io_dtype)
+        _judge(port, values, expected, base[port], factor, io_dtype)
         for port, values in actual.items()
     ]
     wrong = [str(r) for r in reports if r.faults]
@@ -105,7 +105,8 @@ def floor(port: str, scale: float, stored: torch.dtype, io_dtype: torch.dtype) -
     O and Amax_O: one unit roundoff of the stored type and one of P's (few keys: a baseline may hit
     representable probabilities where a different running maximum does not). The fp32 ports: 2^-18
     of max(1, scale), for exp2/log2 units and the order of sums; 2^-11 with FP8 operands, whose
-    products Hopper sums in about 13 bits.
+    products Hopper sums in about 13 bits. (A score_sum_exp's scale is its own times the scores': it
+    is a sum of exponentials of their rounded differences.)
     """
     if port in ("O", "Amax_O"):
         return scale * (torch.finfo(stored).eps + torch.finfo(io_dtype).eps) / 2
@@ -119,7 +120,8 @@ def _one_sided(port: str, scale: float) -> float:
     return 0.0 if port in ("O", "Amax_O") else 3 * 2.0**-24 * scale
 
 
-def _judge(port, actual, expected: Output, base: Output, factor, io_dtype) -> Report:
+def _judge(port, actual, outputs: Mapping[str, Output], base: Output, factor, io_dtype) -> Report:
+    expected = outputs[port]
     want = expected.values.to(torch.float64)
     if expected.dtype in FP8:
         limit = torch.finfo(expected.dtype).max
@@ -143,6 +145,9 @@ def _judge(port, actual, expected: Output, base: Output, factor, io_dtype) -> Re
     base_error = torch.where(judged, (base.values - want).abs(), 0).nan_to_num(posinf=0)
     worst, at = _largest(error)
     scale = float(torch.where(judged, want.abs(), 0).max()) if want.numel() else 0.0
+    if port == "score_sum_exp":
+        peaks = outputs["score_max"].values
+        scale *= max(1.0, float(torch.where(peaks.isfinite(), peaks.abs(), 0).max()))
     slack = floor(port, scale, expected.dtype, io_dtype)
     limit = factor * float(base_error.max()) + slack if want.numel() else slack
     if worst > limit:

@@ -61,6 +61,18 @@ FEATURES = (
     "int_scale",  # attn_scale as a Python int; the backend refuses it
     "nonpositive_left",  # left bound 0 or below: legal to validate, a rule of its own
 )
+# what a feature cannot be without, besides padding
+NEEDS = {
+    "one_table": ("paging",),
+    "unequal_pages": ("paging",),
+    "shared_table": ("paging",),
+    "wide_table": ("paging",),
+    "prefix_pages": ("paging",),
+    "ragged_gaps": ("ragged_q",),
+    "ragged_stats_dense": ("ragged_q",),
+    "max_total": ("ragged_q",),
+    "shared_offsets": ("ragged_q",),
+}
 DEFAULT_FEATURES = frozenset(FEATURES) - {"int_scale", "nonpositive_left"}
 _NEED_PADDING = frozenset(FEATURES[1:16])
 # how often against Scope.rate: what other features build on, and what few engines serve
@@ -121,7 +133,11 @@ class Scope:
         return replace(self, features=frozenset(names), always=self.always & set(names))
 
     def with_always(self, *names: str) -> Scope:
-        return replace(self, features=self.features | set(names), always=self.always | set(names))
+        """With these features and what they cannot be without."""
+        wanted = {*names, *(need for name in names for need in NEEDS.get(name, ()))}
+        if wanted & _NEED_PADDING:
+            wanted.add("padding")
+        return replace(self, features=self.features | wanted, always=self.always | wanted)
 
 
 @dataclass(frozen=True)
@@ -281,6 +297,8 @@ class _Draw:
             on -= {"low_scores"}
         if on & {"zero_scale", "negative_scale", "plain_scale"}:
             on -= {"low_scores"}
+        if "ragged_q" not in on:
+            on -= {"ragged_stats_dense"}
         if not on & {"ragged_q", "ragged_kv"}:
             on -= {"ragged_gaps", "max_total", "shared_offsets"}
         if "stats" in on:
