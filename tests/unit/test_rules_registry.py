@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cudnn_frost.analyzer.facts import Analysis
+from cudnn_frost.analyzer.band import visible_range
+from cudnn_frost.analyzer.facts import Analysis, Band
 from cudnn_frost.engines import ROWS, Row, Verdict, registry, row_by_id, verdicts
 from cudnn_frost.engines.registry import ENABLE_VARIABLE, UNQUALIFIED_VARIABLE
 from cudnn_frost.heuristics.propose import (
@@ -232,6 +233,47 @@ def test_the_agreement_is_checked_on_real_launches():
     wrong = facts(o_dtype=DType.FLOAT)
     with pytest.raises(AssertionError):
         _as_lowered(wrong, launches[0])
+
+
+_SIDE = st.none() | st.integers(0, 20) | st.integers(0, 1 << 70)
+_ROWS = st.integers(1, 12)
+
+
+def _band_of(launch):
+    return next(c for c in launch.constants if type(c).__name__.endswith("Band"))
+
+
+@_FUZZ
+@given(_ROWS, _ROWS, st.sampled_from(("TOP_LEFT", "BOTTOM_RIGHT")), _SIDE, _SIDE)
+def test_a_launch_shows_each_row_the_declared_keys(s_q, s_kv, alignment, left, right):
+    declared = facts(s=(s_q, s_kv), band=Band(alignment=alignment, left=left, right=right))
+    for launch in _launches(declared):
+        bounds = _band_of(launch)
+        for row in range(s_q):
+            first = max(0, row + bounds.left + 1) if launch.config.left_bound else 0
+            end = min(s_kv, row + bounds.right + 1) if launch.config.right_bound else s_kv
+            seen = range(*visible_range(declared.band, row, s_q, s_kv))
+            assert list(range(first, end)) == list(seen)
+
+
+@pytest.mark.xfail(strict=True, reason="bounds reach the kernel's 32-bit arithmetic unclamped")
+@pytest.mark.parametrize(
+    "band",
+    [
+        Band(left=(1 << 31) - 1),
+        Band(left=1 << 40, right=0),
+        Band(right=(1 << 31) - 1),
+        Band(right=1 << 40, alignment="BOTTOM_RIGHT"),
+    ],
+    ids=lambda band: f"{band.kind}-{band.left}-{band.right}",
+)
+def test_a_bound_wider_than_the_graph_does_not_overflow(band):
+    """Row or column plus a bound fits Int32: callers write the largest integer for no bound."""
+    launches = list(_launches(facts(band=band)))
+    assert launches
+    for launch in launches:
+        reach = max(map(abs, _band_of(launch))) + 2 * (facts().s_q + facts().s_kv)
+        assert reach < 1 << 31
 
 
 @pytest.mark.parametrize(
