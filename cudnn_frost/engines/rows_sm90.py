@@ -32,6 +32,7 @@ PREFILL = Row(
     name="frost_sdpa_fwd_prefill_sm90",
     engine_id=910_001,
     kernel="prefill_sm90",
+    qualified=True,
     behavior_notes=("RUNTIME_COMPILATION",),
     numerical_notes=("TENSOR_CORE",),
     summary="dense f16/bf16 forward: TMA, wgmma, warp-specialized",
