@@ -48,9 +48,9 @@ def write_outputs(graph, buffers: Mapping[int, torch.Tensor], results: Mapping) 
 class Report:
     """How far one port is from the expected values, in the port's units.
 
-    worst, baseline: largest absolute error of the answer and of the baseline over defined, finite,
-    computed positions; limit: what `worst` may be; at: (b, h, s, d) of the worst; faults: every
-    reason the port is wrong, empty when it is right.
+    Over defined, finite, computed positions: worst: the absolute error nearest to its limit, or
+    furthest past it; limit: what it may be; at: its (b, h, s, d); baseline: the baseline's largest
+    error. faults: every reason the port is wrong, empty when it is right.
     """
 
     port: str
@@ -99,18 +99,34 @@ def check(graph, buffers: Mapping[int, torch.Tensor], *, factor: float = 2.0) ->
     return compare(actual, expected, base, factor=factor, io_dtype=io_dtype)
 
 
-def floor(port: str, scale: float, stored: torch.dtype, io_dtype: torch.dtype) -> float:
-    """Error allowed whatever the baseline's luck, for values of magnitude `scale`.
+def floor(port: str, outputs: Mapping[str, Output], io_dtype: torch.dtype) -> torch.Tensor:
+    """Error allowed at each position whatever the baseline's luck, in the shape of the port.
 
-    O and Amax_O: one unit roundoff of the stored type and one of P's (few keys: a baseline may hit
-    representable probabilities where a different running maximum does not). The fp32 ports: 2^-18
-    of max(1, scale), for exp2/log2 units and the order of sums; 2^-11 with FP8 operands, whose
-    products Hopper sums in about 13 bits. (A score_sum_exp's scale is its own times the scores': it
-    is a sum of exponentials of their rounded differences.)
+    O and Amax_O: a unit roundoff of the stored type, and two deviations of what unit roundoffs of P
+    give (few keys: the baseline may hit representable probabilities where a different running
+    maximum does not). The fp32 ports: 2^-18 of max(1, scale), for exp2/log2 units and the order of
+    sums; 2^-11 with FP8 operands, whose products Hopper sums in about 13 bits.
     """
+    expected = outputs[port]
     if port in ("O", "Amax_O"):
-        return scale * (torch.finfo(stored).eps + torch.finfo(io_dtype).eps) / 2
-    return max(1.0, scale) * (2.0**-11 if io_dtype in FP8 else 2.0**-18)
+        stored, p = torch.finfo(expected.dtype), torch.finfo(io_dtype)
+        rounding = (expected.values.abs() + stored.smallest_normal) * stored.eps / 2
+        return (rounding + expected.noise * p.eps).to(torch.float64)
+    share = 2.0**-11 if io_dtype in FP8 else 2.0**-18
+    return torch.full_like(expected.values, max(1.0, _scale(port, outputs)) * share)
+
+
+def _scale(port: str, outputs: Mapping[str, Output]) -> float:
+    """Largest finite value; of a score_sum_exp times the scores', for it is a sum of exponentials
+    of their rounded differences."""
+    largest = _largest_finite(outputs[port].values)
+    if port == "score_sum_exp":
+        largest *= max(1.0, _largest_finite(outputs["score_max"].values))
+    return largest
+
+
+def _largest_finite(values: torch.Tensor) -> float:
+    return float(torch.where(values.isfinite(), values.abs(), 0).max()) if values.numel() else 0.0
 
 
 def _one_sided(port: str, scale: float) -> float:
@@ -143,27 +159,28 @@ def _judge(port, actual, outputs: Mapping[str, Output], base: Output, factor, io
     judged = defined & ~expected.exact & want.isfinite() & got.isfinite()
     error = torch.where(judged, (got - want).abs(), 0)
     base_error = torch.where(judged, (base.values - want).abs(), 0).nan_to_num(posinf=0)
-    worst, at = _largest(error)
-    scale = float(torch.where(judged, want.abs(), 0).max()) if want.numel() else 0.0
-    if port == "score_sum_exp":
-        peaks = outputs["score_max"].values
-        scale *= max(1.0, float(torch.where(peaks.isfinite(), peaks.abs(), 0).max()))
-    slack = floor(port, scale, expected.dtype, io_dtype)
-    limit = factor * float(base_error.max()) + slack if want.numel() else slack
-    if worst > limit:
+    worst_base = float(base_error.max()) if error.numel() else 0.0
+    slack = floor(port, outputs, io_dtype)
+    limit = factor * worst_base + slack
+    at = _largest(error / limit)
+    worst, allowed = (float(error[at]), float(limit[at])) if at else (0.0, 0.0)
+    if worst > allowed:
         faults.append(f"error {worst:.3e} over the limit")
     count = max(1, int(judged.sum()))
     rows = max(1, int(judged[..., 0].sum()))
-    rms = float(error.square().sum() / count) ** 0.5
-    base_rms = float(base_error.square().sum() / count) ** 0.5
-    if rms > factor * base_rms + max(slack / rows**0.5, _one_sided(port, scale)):
+    rms, base_rms, floor_rms = (
+        float(torch.where(judged, x, 0).square().sum() / count) ** 0.5
+        for x in (error, base_error, slack)
+    )
+    spare = max(floor_rms / rows**0.5, _one_sided(port, _scale(port, outputs)))
+    if rms > factor * base_rms + spare:
         faults.append(f"rms error {rms:.3e}, the baseline's is {base_rms:.3e}")
-    return Report(port, worst, float(base_error.max()), limit, at, tuple(faults))
+    return Report(port, worst, worst_base, allowed, at, tuple(faults))
 
 
-def _largest(error: torch.Tensor) -> tuple[float, tuple[int, ...]]:
-    if not error.numel():
-        return 0.0, ()
-    index = int(error.argmax())
-    at = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), error.shape))
-    return float(error.flatten()[index]), at
+def _largest(values: torch.Tensor) -> tuple[int, ...]:
+    """Where the largest value is; () of nothing."""
+    if not values.numel():
+        return ()
+    index = torch.tensor(int(values.argmax()))
+    return tuple(int(i) for i in torch.unravel_index(index, values.shape))

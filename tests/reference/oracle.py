@@ -28,12 +28,15 @@ class Output:
     exact: same shape, True where the contract prescribes the value (rows that are padding or see no
     key: O = 0, Stats = -inf, score_max = -inf, score_sum_exp = 0).
     dtype: what the port stores.
+    noise: same shape, for O and Amax_O: sqrt(sum_j (p_j v_j)^2) in the port's units, the standard
+    deviation that independent relative errors of P with deviation 1 would give.
     """
 
     values: torch.Tensor
     defined: torch.Tensor
     exact: torch.Tensor
     dtype: torch.dtype
+    noise: torch.Tensor | None = None
 
     def stored(self) -> torch.Tensor:
         """The values in the port's dtype."""
@@ -43,9 +46,10 @@ class Output:
 @dataclass(frozen=True)
 class Rows:
     """One head's results: o (n,Dv) before scale_o; peak, total (n,1): the softmax's maximum and
-    sum; p_max: the largest normalized probability."""
+    sum; p_max: the largest normalized probability; noise (n,Dv) as `Output.noise`."""
 
     o: torch.Tensor
+    noise: torch.Tensor
     peak: torch.Tensor
     total: torch.Tensor
     keyed: torch.Tensor
@@ -86,7 +90,8 @@ def _ideal(problem: Problem, head: Head) -> Rows:
     p = torch.where(total > 0, e / total, 0)
     kept = p if head.drop is None else p * head.drop * head.drop_scale
     o = kept @ head.v * problem.pv_scale
-    return Rows(o, peak, total, keyed, float(p.max()) if p.numel() else 0.0)
+    noise = (kept.square() @ head.v.square()).sqrt() * abs(problem.pv_scale)
+    return Rows(o, noise, peak, total, keyed, float(p.max()) if p.numel() else 0.0)
 
 
 def _rounded(problem: Problem, head: Head) -> Rows:
@@ -97,7 +102,8 @@ def _rounded(problem: Problem, head: Head) -> Rows:
     kept = quantize(kept * shift, problem.io_dtype).to(e.dtype)
     o = kept @ head.v / (total * shift) * (problem.pv_scale * head.drop_scale)
     p_max = float((e / total).nan_to_num().max()) if e.numel() else 0.0
-    return Rows(torch.where(keyed, o, 0), peak, total, keyed, p_max)
+    o = torch.where(keyed, o, 0)
+    return Rows(o, torch.zeros_like(o), peak, total, keyed, p_max)
 
 
 def tensor_core_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -135,6 +141,7 @@ def _run(
     rows = (problem.batch, problem.hq, problem.sq)
     kwargs = {"dtype": precision, "device": problem.device}
     o = torch.zeros(*rows, problem.dv, **kwargs)
+    noise = torch.zeros_like(o)
     peak = torch.full((*rows, 1), -math.inf, **kwargs)
     total = torch.zeros(*rows, 1, **kwargs)
     live = torch.zeros(*rows, 1, dtype=torch.bool, device=problem.device)
@@ -145,6 +152,7 @@ def _run(
         for h in range(problem.hq):
             got = attend(problem, problem.head(b, h, keys, precision))
             o[b, h, :n], peak[b, h, :n], total[b, h, :n] = got.o, got.peak, got.total
+            noise[b, h, :n] = got.noise
             keyed[b, h, :n], live[b, h, :n] = got.keyed, True
             p_max = max(p_max, got.p_max)
     stats = peak + torch.log(total)
@@ -152,25 +160,27 @@ def _run(
         stats = stats * LOG2_E
     dead = stats == -math.inf
     results = {
-        "O": _output(problem, "O", o * problem.o_scale, live, ~keyed),
+        "O": _output(problem, "O", o * problem.o_scale, live, ~keyed, noise * abs(problem.o_scale)),
         "Stats": _output(problem, "Stats", stats, live, dead),
         "score_max": _output(problem, "score_max", peak, live, dead),
         "score_sum_exp": _output(problem, "score_sum_exp", total, live, dead),
     }
     if problem.fp8:
         results["Amax_S"] = _scalar(problem, p_max, precision)
-        results["Amax_O"] = _scalar(problem, float(o.abs().max()), precision)
+        results["Amax_O"] = _scalar(
+            problem, float(o.abs().max()), precision, noise.max().reshape(1, 1, 1, 1)
+        )
     return results
 
 
-def _output(problem: Problem, port: str, values, live, exact) -> Output:
+def _output(problem: Problem, port: str, values, live, exact, noise=None) -> Output:
     tensor = problem.reader.output(port)
     defined = live if problem.ragged(port) else torch.ones_like(live)
     dtype = torch.float32 if tensor is None else problem.reader.dtype(tensor)
-    return Output(values, defined.expand_as(values), exact.expand_as(values), dtype)
+    return Output(values, defined.expand_as(values), exact.expand_as(values), dtype, noise)
 
 
-def _scalar(problem: Problem, value: float, precision: torch.dtype) -> Output:
+def _scalar(problem: Problem, value: float, precision: torch.dtype, noise=None) -> Output:
     values = torch.full((1, 1, 1, 1), value, dtype=precision, device=problem.device)
     yes = torch.ones_like(values, dtype=torch.bool)
-    return Output(values, yes, yes & (value == 0.0), torch.float32)
+    return Output(values, yes, yes & (value == 0.0), torch.float32, noise)

@@ -574,7 +574,7 @@ def view(built, port: str) -> torch.Tensor:
 def test_the_baseline_passes_its_own_judgement():
     reports = {r.port: r for r in judged()}
     assert set(reports) == {"O", "Stats"}
-    assert 0 < reports["O"].worst == reports["O"].baseline < reports["O"].limit
+    assert 0 < reports["O"].worst <= reports["O"].baseline < reports["O"].limit / 2
 
 
 @pytest.mark.parametrize(
@@ -607,9 +607,11 @@ def test_a_wrong_answer_is_caught(port, damage):
 def test_one_element_may_err_by_twice_the_baseline_and_the_floor(excess, right):
     values = torch.linspace(-1, 1, 2 * 64 * 64, dtype=torch.float64).reshape(1, 2, 64, 64)
     yes = torch.ones_like(values, dtype=torch.bool)
-    expected = {"O": Output(values, yes, ~yes, torch.bfloat16)}
+    noise = torch.full_like(values, 0.5)
+    expected = {"O": Output(values, yes, ~yes, torch.bfloat16, noise)}
     base = {"O": Output(values + 1e-2, yes, ~yes, torch.bfloat16)}
-    limit = 2 * 1e-2 + 2.0**-8 + 2.0**-8  # unit roundoffs of O and of P
+    own = abs(float(values[0, 1, 5, 7])) * 2.0**-8  # a unit roundoff of O
+    limit = 2 * 1e-2 + own + 2 * 2.0**-8 * 0.5  # and two of P times its noise
     actual = values.clone()
     actual[0, 1, 5, 7] += excess * limit
     if right:
