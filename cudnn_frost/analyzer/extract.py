@@ -375,6 +375,9 @@ class _Reader:
                 self.say("bias.data_type", facts.bias.dtype, "a floating type")
         if facts.kv_mask is not None:
             self.broadcast("kv_mask", facts.kv_mask, (facts.b, 1, 1, facts.s_kv))
+            if facts.kv_mask.dtype not in (DType.BOOLEAN, DType.FLOAT, facts.q.dtype):
+                want = f"BOOLEAN, FLOAT or q's, {facts.q.dtype}"
+                self.say("kv_mask.data_type", facts.kv_mask.dtype, want)
         if facts.alibi and facts.band.right != 0:
             self.say("use_alibi_mask", "True", "a right bound of 0 beside it")
 

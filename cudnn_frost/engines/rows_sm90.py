@@ -8,9 +8,10 @@ from .row import Row
 
 _CC = frozenset({(9, 0)})
 _PACKAGES = (("nvidia-cutlass-dsl", "4.8"), ("apache-tvm-ffi", "0.1.15"))
-# a tensor copy descriptor holds strides of 40 bits and extents of 32, the kernels signed ones
+# a tensor copy descriptor holds strides of 40 bits
 _COPY_STRIDE_LIMIT = 1 << 40
-_INT32_LIMIT = 1 << 31
+# a sum of three extents fits a signed 32-bit integer
+_EXTENT_LIMIT = 1 << 29
 _HALF = frozenset({DType.HALF, DType.BFLOAT16})
 _FP8 = frozenset({DType.FP8_E4M3, DType.FP8_E5M2})
 
@@ -47,7 +48,7 @@ PREFILL = Row(
         d_floor=64,
         stride_alignment=16,
         stride_limit=_COPY_STRIDE_LIMIT,
-        extent_limit=_INT32_LIMIT,
+        extent_limit=_EXTENT_LIMIT,
         mask=ALL_MASKS,
         split_kv_heads=True,
     ),

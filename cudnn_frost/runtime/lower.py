@@ -68,7 +68,10 @@ def _prefill(row: Row, facts: SdpaFacts, knobs: Knobs, target: Target) -> Launch
     )
     operands = (facts.q, facts.k, facts.v, facts.o, facts.stats)
     strides = PrefillStrides(*(s for operand in operands for s in _strides(operand)))
-    band = PrefillBand(left=offset - (facts.band.left or 0), right=offset + (facts.band.right or 0))
+    # a bound beyond every row and key says no more, and callers write the largest integer for none
+    reach = facts.s_q + facts.s_kv
+    left, right = offset - (facts.band.left or 0), offset + (facts.band.right or 0)
+    band = PrefillBand(*(min(max(bound, -reach), reach) for bound in (left, right)))
     scale = 1.0 if facts.attn_scale.value is None else facts.attn_scale.value
     constants = (extents, strides, band, scale, target.sm_count)
     return Launch(config, config.signature(), pointers, constants)

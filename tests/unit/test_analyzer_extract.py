@@ -186,6 +186,7 @@ def test_a_contradicting_keyword_is_named(keywords, subject):
         ("sink_token", (1, H + 1, 1, 1), {"data_type": FP32}, "sink_token.dim"),
         ("bias", (1, 1, S, S + 1), {}, "bias.dim"),
         ("kv_mask", (3, 1, 1, S), {}, "kv_mask.dim"),
+        ("kv_mask", (1, 1, 1, S), {"data_type": INT32}, "kv_mask.data_type"),
     ],
 )
 def test_a_contradicting_tensor_is_named(port, dim, kwargs, subject):
