@@ -21,7 +21,7 @@ from cudnn_frost.analyzer.facts import (
     UnknownArgument,
 )
 from cudnn_frost.engines import Capabilities
-from cudnn_frost.engines.rows_any import ALL_MASKS
+from cudnn_frost.engines.capabilities import ALL_MASKS
 from cudnn_frost.vocab import DType, Target
 
 FP8_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
@@ -153,6 +153,8 @@ def _generous() -> dict[str, Any]:
         "d_shapes": ((64, 64), (128, 128)),
         "d_multiple": 8,
         "stride_alignment": 16,
+        "stride_limit": 1 << 40,
+        "extent_limit": 1 << 31,
         "mask": ALL_MASKS,
         "length_forms": frozenset({"none", "seq_len", "cu_seq_len"}),
         "ragged": rows,

@@ -148,6 +148,21 @@ CASES = [
     Case(Code.HEAD_DIM, "(d_qk, d_v)", facts(d=(72, 64)), field="d_multiple", narrow=16),
     Case(Code.HEAD_DIM, "(d_qk, d_v)", facts(d=(128, 64)), field="d_floor", narrow=64),
     Case(Code.HEAD_DIM, "(d_qk, d_v)", facts(d=(136, 128))),
+    Case(Code.EXTENT, "k.dim[1]", facts(h=(8, 600, 2)), PLAIN, "extent_limit", 600),
+    Case(
+        Code.STRIDE,
+        "q.stride[0]",
+        samples.with_stride(facts(), "q", (1 << 20, 128, 1024, 1)),
+        samples.with_stride(facts(), "q", (1 << 18, 128, 1024, 1)),
+        "stride_limit",
+        1 << 20,
+    ),
+    Case(
+        Code.STRIDE,
+        "k.stride[0]",
+        samples.with_stride(facts(), "k", (-(1 << 17), 128, 256, 1)),
+        samples.with_stride(facts(), "k", (0, 128, 256, 1)),
+    ),
     Case(Code.HEAD_COUNT, "heads of k and v", facts(h=(8, 2, 4)), facts(), "split_kv_heads", False),
     Case(
         Code.STRIDE,
@@ -326,6 +341,8 @@ ANSWERS = {
     "d_multiple": ("d_shape",),
     "d_floor": ("d_shape",),
     "stride_alignment": ("q", "k", "v", "o"),
+    "stride_limit": ("q", "k", "v", "o"),
+    "extent_limit": ("q", "k", "v", "o"),
     "split_kv_heads": ("h_k", "h_v"),
 }
 
@@ -426,6 +443,8 @@ def _nothing() -> Capabilities:
         output_dtype=frozenset(),
         d_shapes=(),
         stride_alignment=1 << 20,
+        stride_limit=1,
+        extent_limit=1,
         mask=frozenset(),
         length_forms=frozenset(),
         attn_scale=frozenset(),
