@@ -87,6 +87,8 @@ class Graph:
         self._barred_names: set[str] = set()
         self._note_filters: list[tuple[str, Any, bool]] = []
         self._workspace_limit: int | None = None
+        # index -> is it barred; forgotten when a filter is added
+        self._bars: dict[int, bool] = {}
         self._backend_reason = ""
         self._build_lock = threading.RLock()
 
@@ -337,12 +339,18 @@ class Graph:
 
     def _requalify(self) -> Graph:
         """A built plan that a filter now bars may not run."""
+        self._bars = {}
         if self._entries is not None and self._built and self._is_barred(self._selected):
             self._built = False
         return self
 
     def _is_barred(self, index: int) -> bool:
-        entry = self._entry(index)
+        barred = self._bars.get(index)
+        if barred is None:
+            barred = self._bars[index] = self._find_bar(self._entry(index))
+        return barred
+
+    def _find_bar(self, entry: PlanEntry) -> bool:
         name = self._name_of(entry)
         if any(part in name for part in self._barred_names):
             return True

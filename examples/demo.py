@@ -130,19 +130,13 @@ def _plan_and_run(g: cudnn_frost.Graph, buffers: dict[int, torch.Tensor]) -> Non
     g.validate()
     g.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
     print(g.explain())
-    print(f"\non sm90:\n{_declines(g.explain('sm90'))}")
+    print(f"\nand on sm90:\n\n{g.explain('sm90').rows_text()}")
     g.build()
     nbytes = g.get_workspace_size()
     workspace = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=DEVICE)
     g.execute(buffers, workspace)
     engine = g.selected_engine
     print(f"\nserved by: {engine.name if engine is not None else 'the cuDNN backend'}")
-
-
-def _declines(report: object) -> str:
-    """The rows' blocks of a report alone."""
-    body = report.text().split("\n\n")
-    return body[1] if len(body) > 1 else body[0]
 
 
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:

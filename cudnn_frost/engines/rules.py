@@ -153,6 +153,7 @@ def length_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterato
     if facts.padding and not caps.padding:
         want = "graphs without per-batch lengths"
         yield Decline(DeclineCode.LENGTHS, "use_padding_mask", "True", want)
+        return
     for side, form in zip(("q", "kv"), facts.length_forms, strict=True):
         if form not in caps.length_forms:
             taken = _listing(caps.length_forms)

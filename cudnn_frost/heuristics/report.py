@@ -68,11 +68,13 @@ class Report:
             "backend": self.backend,
         }
 
+    def rows_text(self) -> str:
+        """A block per row: its plans, or every reason it declined."""
+        return "\n\n".join("\n".join(self._block(verdict)) for verdict in self.verdicts)
+
     def text(self) -> str:
         """For people: the graph in short, a block per row, the ranked list."""
-        lines = [describe(self.analysis), f"target: {_target(self.target)}"]
-        for verdict in self.verdicts:
-            lines += ["", *self._block(verdict)]
+        lines = [describe(self.analysis), f"target: {_target(self.target)}", "", self.rows_text()]
         lines += ["", "ranked plans:" if self.ranked else "ranked plans: none"]
         for index, (name, ours) in enumerate(self.ranked):
             lines.append(f"    [{index}] {name}{'' if ours else '  (backend)'}")
