@@ -621,6 +621,13 @@ def test_one_element_may_err_by_twice_the_baseline_and_the_floor(excess, right):
         judge.compare({"O": actual}, expected, base)
 
 
+def test_the_noise_of_two_equal_probabilities():
+    v = torch.tensor([3.0, -4.0])[None, None, :, None].expand(1, 1, 2, 8).to(torch.bfloat16)
+    case = Attention(*qkv(skv=2)[:2], v, attn_scale=0.0)
+    noise = oracle(case.graph, case.buffers)["O"].noise
+    assert torch.allclose(noise, torch.full_like(noise, 2.5))  # sqrt(1.5^2 + 2^2)
+
+
 def test_the_floor_of_a_sum_of_exponentials_knows_the_scores():
     """Scores near -100 carry 100 times the rounding of scores near 1 into the sum."""
     one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
