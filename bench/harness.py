@@ -40,17 +40,18 @@ class Timer:
         return statistics.median(b.elapsed_time(e) for b, e in pairs) * 1e-3
 
 
-def host_seconds(run: Callable[[], Any], calls: int = 200) -> float:
-    """Median host time of one enqueue, the queue never full."""
+def host_seconds(run: Callable[[], Any], bursts: int = 10, calls: int = 50) -> float:
+    """Median host time of one enqueue: bursts of back-to-back calls, the queue never full."""
     for _ in range(20):
         run()
-    torch.cuda.synchronize()
     samples = []
-    for _ in range(calls):
-        begin = time.perf_counter()
-        run()
-        samples.append(time.perf_counter() - begin)
+    for _ in range(bursts):
         torch.cuda.synchronize()
+        for _ in range(calls):
+            begin = time.perf_counter()
+            run()
+            samples.append(time.perf_counter() - begin)
+    torch.cuda.synchronize()
     return statistics.median(samples)
 
 

@@ -38,7 +38,7 @@ class Capabilities:
     d_floor: head dims up to it belong to a smaller flavor, which the row does not have.
     stride_alignment: bytes that every stride of Q, K, V and O must be a multiple of (1 = free).
     stride_limit: bytes that every stride must stay below, from 0 on (0 = free).
-    extent_limit: what every extent must stay below (0 = free).
+    extent_limit: what every extent must stay below, from 1 on (0 = free).
     mask: names as `SdpaFacts.mask`.
     padding, length_forms: per-batch lengths, and the forms either side may take.
     ragged: fields that may be packed.

@@ -133,8 +133,8 @@ def stride_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterato
 def limit_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator[Decline]:
     for name, operand in (("q", facts.q), ("k", facts.k), ("v", facts.v), ("o", facts.o)):
         for axis, (extent, stride) in enumerate(zip(operand.dim, operand.stride, strict=True)):
-            if caps.extent_limit and extent >= caps.extent_limit:
-                want = f"below {caps.extent_limit}"
+            if caps.extent_limit and not 0 < extent < caps.extent_limit:
+                want = f"from 1 to below {caps.extent_limit}"
                 yield Decline(DeclineCode.EXTENT, f"{name}.dim[{axis}]", str(extent), want)
             step = stride * operand.dtype.bytes
             if caps.stride_limit and extent != 1 and not 0 <= step < caps.stride_limit:

@@ -37,7 +37,7 @@ COMMON = Scope(
     ops=("sdpa",),
     io_dtypes=("BFLOAT16", "HALF"),
     head_dims=((128, 128), (128, 128), (72, 80), (96, 96), (112, 128)),
-    layouts=("bhsd", "bshd", "sbhd", "hbsd", "padded", "qkv", "kv"),
+    layouts=("bhsd", "bshd", "sbhd", "hbsd", "padded", "qkv", "kv", "bcast_b", "bcast_h"),
     out_layouts=("bhsd", "bshd", "sbhd", "padded"),
     s_q=(1, 600),
     s_kv=(1, 700),
@@ -56,6 +56,7 @@ COMMON = Scope(
     "flat_buffers",
     "is_inference",
     "uneven_heads",
+    "nonpositive_left",
     "softmax_precision",
 )
 

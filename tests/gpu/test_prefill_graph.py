@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import cudnn
 import pytest
@@ -229,3 +230,61 @@ def test_the_same_inputs_give_the_same_bits(built, handle):
         built.poison()
         built.graph.execute(built.pack, None, handle)
         assert torch.equal(built.o, first) and torch.equal(built.stats, first_lse)
+
+
+def _in_threads(work, count: int) -> None:
+    """Run work(i) in fresh threads; the first exception is raised here."""
+    errors: list[BaseException] = []
+
+    def guarded(i: int) -> None:
+        try:
+            work(i)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def test_a_cold_thread_can_execute_with_addresses_alone(built, handle):
+    """A thread that never touched CUDA has no current context."""
+    pack = {uid: x.data_ptr() for uid, x in built.pack.items()}
+    _in_threads(lambda i: built.graph.execute(pack, None, handle), 1)
+    torch.cuda.synchronize()
+    built.check()
+
+
+def test_threads_on_streams_of_their_own_share_a_plan(built):
+    problems = [Problem(None) for _ in range(8)]
+    torch.cuda.synchronize()
+
+    def work(i: int) -> None:
+        own = cudnn.create_handle()
+        stream = torch.cuda.Stream()
+        cudnn.set_stream(own, stream.cuda_stream)
+        for _ in range(20):
+            built.graph.execute(problems[i].pack, None, own)
+        stream.synchronize()
+        cudnn.destroy_handle(own)
+
+    _in_threads(work, 8)
+    for problem in problems:
+        problem.check()
+
+
+def test_the_reference_row_serves_on_the_gpu_too(built, handle):
+    g = built.graph
+    last = g.get_execution_plan_count() - 1
+    assert g.get_plan_name_at_index(last) == "frost_sdpa_fwd_reference"
+    g.execute_plan_at_index(built.pack, None, last, handle)
+    torch.cuda.synchronize()
+    built.check()
+    built.poison()
+    g.execute_plan_at_index({u: x.data_ptr() for u, x in built.pack.items()}, None, last, handle)
+    torch.cuda.synchronize()
+    built.check()
