@@ -6,6 +6,7 @@ the reading goes on, so that every contradiction of a declaration is found at on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -24,6 +25,7 @@ from .facts import (
     Scale,
     SdpaFacts,
 )
+from .layout import broadcast_axes
 from .ports import FP8_SCALES, unknown_arguments
 from .record import GraphRecord, NodeRecord, TensorRecord
 
@@ -181,8 +183,9 @@ class _Reader:
             return Scale(form="device", operand=operand)
         if value is None:
             return Scale()
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            self.say("attn_scale", shown(value), "a float or a tensor")
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
+            self.say("attn_scale", shown(value), "a finite float or a tensor")
             return Scale()
         return Scale(form="host", value=float(value))
 
@@ -309,6 +312,9 @@ class _Reader:
     # ---- contradictions between tensors
 
     def shapes(self, facts: SdpaFacts) -> None:
+        for port, tensor in (*self.node.inputs.items(), *self.node.outputs.items()):
+            if tensor.reordering != "NONE" and port != "sf_o":
+                self.say(f"{port.lower()}.reordering_type", tensor.reordering, "NONE")
         self.extents(facts)
         self.outputs(facts)
         self.attachments(facts)
@@ -347,6 +353,10 @@ class _Reader:
         rows = (facts.b, facts.h_q, facts.s_q)
         if facts.o.dim != (*rows, facts.d_v):
             self.say("o.dim", list(facts.o.dim), str([*rows, facts.d_v]))
+        for name in ("o", "stats", "score_max", "score_sum_exp"):
+            written = getattr(facts, name)
+            for axis in broadcast_axes(written) if written is not None else ():
+                self.say(f"{name}.stride[{axis}]", 0, "a stride: rows would overwrite each other")
         for name in ("stats", "score_max", "score_sum_exp"):
             operand = getattr(facts, name)
             if operand is None:

@@ -27,7 +27,8 @@ def unaligned_strides(operand: Operand, align_bytes: int) -> Iterator[tuple[int,
 
 
 def broadcast_axes(operand: Operand) -> Iterator[int]:
-    """Axes of extent above 1 that are not stepped along (stride 0)."""
+    """Axes of extent above 1 that are not stepped along (stride 0), a packed batch axis aside."""
+    first = 1 if operand.ragged is not None else 0
     for axis, (extent, step) in enumerate(zip(operand.dim, operand.stride, strict=True)):
-        if extent != 1 and step == 0:
+        if axis >= first and extent > 1 and step == 0:
             yield axis

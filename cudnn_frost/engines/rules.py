@@ -32,8 +32,11 @@ def _describe(operand: Operand) -> str:
     return f"{operand.dtype} {list(operand.dim)}"
 
 
-def _version(text: str) -> tuple[int, ...]:
-    return tuple(int(x) for x in re.findall(r"\d+", text)[:4])
+def _at_least(found: str, minimum: str) -> bool:
+    """Whether a version is a minimum or newer, by its numbers; missing ones count as 0."""
+    have, need = ([int(x) for x in re.findall(r"\d+", text)[:4]] for text in (found, minimum))
+    width = max(len(have), len(need))
+    return have + [0] * (width - len(have)) >= need + [0] * (width - len(need))
 
 
 def target_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator[Decline]:
@@ -47,7 +50,7 @@ def packages_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Itera
         return
     for package, minimum in caps.packages:
         found = target.versions.get(package)
-        if found is None or _version(found) < _version(minimum):
+        if found is None or not _at_least(found, minimum):
             got = "not installed" if found is None else f"version {found}"
             remedy = f"Install {package} {minimum} or newer"
             yield Decline(DeclineCode.DEPENDENCY, package, got, f"{minimum} or newer", remedy)
@@ -136,8 +139,10 @@ def limit_rule(facts: SdpaFacts, caps: Capabilities, target: Target) -> Iterator
             if caps.extent_limit and not 0 < extent < caps.extent_limit:
                 want = f"from 1 to below {caps.extent_limit}"
                 yield Decline(DeclineCode.EXTENT, f"{name}.dim[{axis}]", str(extent), want)
+            # a packed operand's batch stride means nothing
+            stepped = extent != 1 and not (axis == 0 and operand.ragged is not None)
             step = stride * operand.dtype.bytes
-            if caps.stride_limit and extent != 1 and not 0 <= step < caps.stride_limit:
+            if caps.stride_limit and stepped and not 0 <= step < caps.stride_limit:
                 want = f"from 0 to below {caps.stride_limit} bytes"
                 got = f"{stride} elements of {operand.dtype}"
                 yield Decline(DeclineCode.STRIDE, f"{name}.stride[{axis}]", got, want)

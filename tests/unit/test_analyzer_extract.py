@@ -164,6 +164,7 @@ def test_an_unknown_tensor_is_named_with_the_nearest():
             "sliding_window_length",
         ),
         ({"attn_scale": True}, "attn_scale"),
+        ({"attn_scale": float("nan")}, "attn_scale"),
         ({"attn_scale": np.float32(0.5)}, "attn_scale"),
         ({"use_padding_mask": True}, "seq_len_q"),
         ({"paged_attention_max_seq_len_kv": 4}, "paged_attention_max_seq_len_kv"),
@@ -369,3 +370,21 @@ def test_a_node_without_q_says_so():
     analysis = analyze(GraphRecord.model_validate({"nodes": [{"op": "sdpa"}]}))
     assert analysis.facts is None
     assert [bad.subject for bad in analysis.malformations] == ["q", "k", "v", "o"]
+
+
+@pytest.mark.parametrize("name", ["O", "Stats"])
+def test_an_output_that_overwrites_itself_is_named(name):
+    d = Declaration()
+    o, stats = d.graph.sdpa(**d.keywords, generate_stats=True)
+    o.set_output(True)
+    stats.set_output(True).set_data_type(FP32)
+    wide = {"O": o, "Stats": stats}[name]
+    wide.set_stride([H * S * D, 0, D, 1])
+    facts = analyze(record_of(d.graph)).facts
+    assert facts is not None and subjects(facts) == [f"{name.lower()}.stride[1]"]
+
+
+def test_a_reordered_operand_is_named():
+    d = Declaration()
+    kind = cudnn.tensor_reordering.F8_128x4
+    assert subjects(d.facts(q=d.tensor(B, H, S, D, reordering_type=kind))) == ["q.reordering_type"]
