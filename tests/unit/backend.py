@@ -1,11 +1,23 @@
-"""A `cudnn.pygraph` whose backend side is played: it plans and builds without a device.
+"""Backends for machines without a GPU: libcudnn itself, and a played one.
 
-Everything else (builders, validation, freezing, tensors) is the installed frontend's own. The real
-backend's plans are exercised by the GPU cases.
+`hopper()` returns the constructor arguments with which the installed libcudnn plans, builds and
+serializes for an H200 without a device: a `device_property` out of JSON, and `sm_version` so that
+the frontend does not ask the driver. libcudnn links against libcuda; where that is missing, a
+library of that name is compiled whose every call answers "no device", except that modules load.
+
+`PlayedBackend` is a `cudnn.pygraph` whose plans are made up; everything else (builders,
+validation, freezing, tensors) is the installed frontend's own.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import json
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import cudnn
@@ -22,6 +34,91 @@ PLANS = (
     ("eng9_k24=7", PlanConfig(9, {KNOB: 7}, cpp_index=1, mode=MODE_A)),
     ("eng1_k24=0", PlanConfig(1, {KNOB: 0}, cpp_index=2, mode=FALLBACK)),
 )
+
+
+H200 = {
+    "deviceName": "NVIDIA H200",
+    "deviceVer": 900,
+    "driverVer": 13000,
+    "cudaDeviceId": 0,
+    "pciDeviceId": 0,
+    "isTccDriver": 0,
+    "totalGlobalMem": 150323855360,
+    "multiProcessorCount": 132,
+    "warpSize": 32,
+    "maxGridSize": [2147483647, 65535, 65535],
+    "maxBlockSize": [1024, 1024, 64],
+    "maxThreadsPerBlock": 1024,
+    "maxThreadsPerSM": 2048,
+    "maxCtasPerSM": 32,
+    "regsPerBlock": 65536,
+    "maxRegistersPerSM": 65536,
+    "maxSharedMemoryPerBlock": 49152,
+    "maxSharedMemoryPerBlockOptin": 232448,
+    "oversizedSharedMemoryPerBlock": 0,
+    "reservedSharedMemoryPerBlock": 1024,
+    "supportCoopLaunch": 1,
+    "smClockRateKHz": 1980000,
+    "memClockRateKHz": 3201000,
+    "memoryBusWidth": 6144,
+    "l2CacheSize": 62914560,
+}
+
+_NO_DEVICE = """
+cuCtxGetCurrent cuCtxGetDevice cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet
+cuDeviceGetCount cuDriverGetVersion cuGetErrorName cuGetErrorString cuGetProcAddress
+cuGetProcAddress_v2 cuInit cuLaunchCooperativeKernel cuLaunchKernel cuLaunchKernelEx cuLinkAddData
+cuLinkComplete cuLinkCreate cuLinkDestroy cuLibraryLoadFromFile cuPointerGetAttribute
+cuStreamGetCtx cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
+"""
+_HANDS_OUT_A_HANDLE = """
+cuKernelGetFunction cuLibraryGetKernel cuLibraryLoadData cuModuleGetFunction cuModuleLoadData
+"""
+_SUCCEEDS = """
+cuKernelGetAttribute cuKernelSetAttribute cuLibraryUnload cuModuleUnload
+cuOccupancyMaxPotentialClusterSize
+"""
+
+
+class Unavailable(Exception):
+    """Why libcudnn cannot plan here."""
+
+
+def _driver_source() -> str:
+    return "\n".join(
+        [f"int {name}(void) {{ return 100; }}" for name in _NO_DEVICE.split()]
+        + [f"int {name}(void **p) {{ *p = p; return 0; }}" for name in _HANDS_OUT_A_HANDLE.split()]
+        + [f"int {name}(void) {{ return 0; }}" for name in _SUCCEEDS.split()]
+    )
+
+
+@functools.cache
+def _load_driver() -> ctypes.CDLL:
+    """The machine's libcuda, else a compiled one without devices, for libcudnn to link against."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        pass
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        raise Unavailable("no libcuda.so.1 and no C compiler to make one without devices")
+    with tempfile.TemporaryDirectory() as folder:
+        code, library = Path(folder, "driver.c"), Path(folder, "driver.so")
+        code.write_text(_driver_source())
+        command = [compiler, "-shared", "-fPIC", "-w", "-Wl,-soname,libcuda.so.1"]
+        subprocess.run([*command, "-o", str(library), str(code)], check=True)
+        return ctypes.CDLL(str(library))
+
+
+@functools.cache
+def hopper() -> dict[str, Any]:
+    """`cudnn.pygraph` arguments that plan for an H200 without one; Unavailable says why not."""
+    _load_driver()
+    try:
+        properties = cudnn.create_device_properties(json.dumps(H200))
+    except Exception as error:
+        raise Unavailable(f"libcudnn does not take device properties: {error}") from error
+    return {"sm_version": 90, "device_property": properties}
 
 
 class PlayedBackend(cudnn.pygraph):
@@ -94,13 +191,14 @@ class PlayedBackend(cudnn.pygraph):
         return b"played" if as_bytes else list(b"played")
 
 
-def declare(cls: Any = None, **sdpa: Any) -> Any:
+def declare(cls: Any = None, options: dict[str, Any] | None = None, **sdpa: Any) -> Any:
     """A causal GQA graph of B, H, HK, S, D: uids 1 to 5 are q, k, v, O and Stats."""
     cls = cls or cudnn_frost.Graph
     g = cls(
         io_data_type=cudnn.data_type.BFLOAT16,
         intermediate_data_type=cudnn.data_type.FLOAT,
         compute_data_type=cudnn.data_type.FLOAT,
+        **(options or {}),
     )
     q = g.tensor(dim=[B, H, S, D], name="q", uid=1)
     k, v = (g.tensor(dim=[B, HK, S, D], name=n, uid=i) for i, n in ((2, "k"), (3, "v")))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 
@@ -17,3 +19,15 @@ def played(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(graph, "_BackendGraph", Backend)
     return Backend
+
+
+@pytest.fixture
+def hopper() -> dict[str, Any]:
+    """Constructor arguments with which the installed libcudnn plans for an H200."""
+    from .backend import Unavailable
+    from .backend import hopper as arguments
+
+    try:
+        return arguments()
+    except Unavailable as reason:
+        pytest.skip(str(reason))
