@@ -64,12 +64,17 @@ H200 = {
     "l2CacheSize": 62914560,
 }
 
+_DRIVER = """
+static int no_device(void) { return 100; }
+int cuGetProcAddress_v2(const char *name, void **p) { *p = no_device; return 0; }
+int cuGetProcAddress(const char *name, void **p) { *p = no_device; return 0; }
+int cuDriverGetVersion(int *version) { *version = 13000; return 0; }
+"""
 _NO_DEVICE = """
 cuCtxGetCurrent cuCtxGetDevice cuCtxGetLimit cuCtxPopCurrent cuCtxPushCurrent cuDeviceGet
-cuDeviceGetCount cuDriverGetVersion cuGetErrorName cuGetErrorString cuGetProcAddress
-cuGetProcAddress_v2 cuInit cuLaunchCooperativeKernel cuLaunchKernel cuLaunchKernelEx cuLinkAddData
-cuLinkComplete cuLinkCreate cuLinkDestroy cuLibraryLoadFromFile cuPointerGetAttribute
-cuStreamGetCtx cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
+cuDeviceGetCount cuGetErrorName cuGetErrorString cuInit cuLaunchCooperativeKernel cuLaunchKernel
+cuLaunchKernelEx cuLinkAddData cuLinkComplete cuLinkCreate cuLinkDestroy cuLibraryLoadFromFile
+cuPointerGetAttribute cuStreamGetCtx cuTensorMapEncodeIm2col cuTensorMapEncodeTiled
 """
 _HANDS_OUT_A_HANDLE = """
 cuKernelGetFunction cuLibraryGetKernel cuLibraryLoadData cuModuleGetFunction cuModuleLoadData
@@ -86,7 +91,8 @@ class Unavailable(Exception):
 
 def _driver_source() -> str:
     return "\n".join(
-        [f"int {name}(void) {{ return 100; }}" for name in _NO_DEVICE.split()]
+        [_DRIVER]
+        + [f"int {name}(void) {{ return 100; }}" for name in _NO_DEVICE.split()]
         + [f"int {name}(void **p) {{ *p = p; return 0; }}" for name in _HANDS_OUT_A_HANDLE.split()]
         + [f"int {name}(void) {{ return 0; }}" for name in _SUCCEEDS.split()]
     )
