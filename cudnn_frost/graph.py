@@ -392,6 +392,11 @@ class Graph:
         return self.get_behavior_notes_for_plan_at_index(self._selected)
 
     @property
+    def _plan_index(self) -> int:
+        """The selected index, under the name that the frontend's own helpers read it by."""
+        return self.backend._plan_index if self._entries is None else self._selected
+
+    @property
     def selected_engine(self) -> Any:
         """The row (with `.name`) serving the selected plan, None for the cuDNN backend."""
         if self._entries is None:

@@ -324,6 +324,12 @@ def test_the_surface_is_the_frontends():
     assert list(inspect.signature(ours.execute).parameters) == list(accepted)
 
 
+def test_the_selected_index_is_of_the_merged_list(played):
+    g = planned()
+    g.build_plan_at_index(3)
+    assert g.get_plan_name_at_index(g._plan_index) == REFERENCE
+
+
 def test_attributes_and_weak_references(played):
     g = planned()
     g._flashinfer_stats_use_log2 = True
