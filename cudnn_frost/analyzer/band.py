@@ -102,3 +102,17 @@ def visible_range(band: Band, row: int, len_q: int, len_kv: int) -> tuple[int, i
     lo = 0 if band.left is None else max(0, row + offset - band.left + 1)
     hi = len_kv if band.right is None else min(len_kv, row + offset + band.right + 1)
     return (lo, hi) if row < len_q else (0, 0)
+
+
+def visible_hull(band: Band, rows: range, len_q: int, len_kv: int) -> tuple[int, int]:
+    """Keys [lo, hi) outside of which no query of `rows` (a tile) sees any; lo >= hi for none.
+
+    Both ends of the band only move forward with the row, so the hull is the first live row's
+    start to the last one's end; a row inside may see less of it, or nothing.
+    """
+    live = range(max(rows.start, 0), min(rows.stop, len_q))
+    if not live:
+        return 0, 0
+    lo, _ = visible_range(band, live[0], len_q, len_kv)
+    _, hi = visible_range(band, live[-1], len_q, len_kv)
+    return lo, hi

@@ -235,7 +235,7 @@ class SdpaFacts(Frozen):
                 for name in type(value).model_fields:
                     visit(f"{path}.{name}", getattr(value, name))
 
-        for name in type(self).model_fields:
+        for name in _BEARING:
             visit(name, getattr(self, name))
         return found
 
@@ -276,6 +276,15 @@ class SdpaFacts(Frozen):
         paging = self.paging
         sizes = (paging.page_size_k, paging.page_size_v) if paging else ()
         return tuple(x for x in sizes if x is not None)
+
+
+_HOLDERS = ("Operand", "Lengths", "Scale", "Paging", "Dropout")
+# the fields that can hold a tensor, in order
+_BEARING = tuple(
+    name
+    for name, field in SdpaFacts.model_fields.items()
+    if any(holder in str(field.annotation) for holder in _HOLDERS)
+)
 
 
 class Analysis(Frozen):

@@ -14,6 +14,15 @@ def span_elements(dim: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((extent - 1) * step for extent, step in zip(dim, stride, strict=True))
 
 
+def row_major(dim: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a compact tensor, the last axis innermost."""
+    strides, step = [], 1
+    for extent in reversed(dim):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
 def unaligned_strides(operand: Operand, align_bytes: int) -> Iterator[tuple[int, int]]:
     """(axis, stride in elements) of each axis but the last whose step in bytes is not aligned.
 

@@ -3,27 +3,53 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
-from .band import ALIGNMENT, CAUSAL, CAUSAL_BOTTOM_RIGHT, SPELLINGS
-from .facts import UnknownArgument
+from .band import ALIGNMENT, CAUSAL, CAUSAL_BOTTOM_RIGHT, SPELLINGS, shown
+from .facts import Malformation, UnknownArgument
 from .record import NodeRecord
 
+Kind = Literal["input", "output", "param"]
+
 FP8_SCALES = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+DROPOUT_COUNT = "_dropout_n"
+"""The parameter under which the builder keeps the length of the dropout tuple."""
+
+_WORDS = {"input": "an input tensor", "output": "an output tensor", "param": "a plain value"}
+# written by callers, never captured: nearest names only
+_BUILDER_WORDS = frozenset({"dropout", "name", "compute_data_type", "out_dims"})
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The names one op's builder captures."""
+    """The names one op's builder captures.
+
+    inputs: tensors read. returned: outputs the builder makes. passed: outputs the caller hands in.
+    params: everything that is not a tensor.
+    """
 
     inputs: frozenset[str]
-    outputs: frozenset[str]
+    returned: frozenset[str]
+    passed: frozenset[str]
     params: frozenset[str]
+
+    def kinds(self, name: str) -> tuple[Kind, ...]:
+        """As what the builder takes a name; empty for one it does not define."""
+        found: list[Kind] = []
+        if name in self.inputs:
+            found.append("input")
+        if name in self.returned or name in self.passed:
+            found.append("output")
+        if name in self.params:
+            found.append("param")
+        return tuple(found)
 
     @property
     def keywords(self) -> frozenset[str]:
-        """What a caller can write: a name is an input or a parameter by its value's type."""
-        return self.inputs | self.params | self.outputs
+        """What a caller can write."""
+        return (self.inputs | self.passed | self.params | _BUILDER_WORDS) - {DROPOUT_COUNT}
 
 
 _INPUTS = frozenset(
@@ -39,12 +65,9 @@ _INPUTS = frozenset(
         "paged_attention_k_table",
         "paged_attention_v_table",
         "sink_token",
-        "dropout_0",
-        "dropout_1",
-        "dropout_2",
     }
 )
-_OUTPUTS = frozenset({"O", "Stats", "score_max", "score_sum_exp", "rng_dump"})
+_PASSED = frozenset({"score_max", "score_sum_exp", "rng_dump"})
 _PARAMS = frozenset(
     {
         "attn_scale",
@@ -63,10 +86,7 @@ _PARAMS = frozenset(
         "stats_use_log2",
         "softmax_precision",
         "attn_scale_prefolded",
-        "_dropout_n",
-        "dropout_0",
-        "dropout_1",
-        "dropout_2",
+        DROPOUT_COUNT,
     }
 )
 
@@ -79,31 +99,54 @@ def _bounds(op: str) -> frozenset[str]:
 ARGUMENTS = {
     "sdpa": Arguments(
         inputs=_INPUTS | {"bias", "block_mask", "kv_mask"},
-        outputs=_OUTPUTS,
+        returned=frozenset({"O", "Stats"}),
+        passed=_PASSED,
         params=_PARAMS | _bounds("sdpa") | {"score_mod"},
     ),
     "sdpa_fp8": Arguments(
         inputs=_INPUTS | set(FP8_SCALES),
-        outputs=_OUTPUTS | {"Amax_S", "Amax_O", "sf_o"},
+        returned=frozenset({"O", "Stats", "Amax_S", "Amax_O"}),
+        passed=_PASSED | {"sf_o"},
         params=_PARAMS | _bounds("sdpa_fp8") | {"fn"},
     ),
 }
 
 
+def dropout_count(node: NodeRecord) -> int:
+    """Elements of the dropout tuple; 0 without one or with a count that is none."""
+    count = node.params.get(DROPOUT_COUNT)
+    return count if type(count) is int and 0 < count <= 8 else 0
+
+
+def _captured(node: NodeRecord) -> Iterator[tuple[Kind, str]]:
+    """Every captured name and where it was put, the dropout tuple's elements aside."""
+    elements = {f"dropout_{i}" for i in range(dropout_count(node))}
+    yield from (("input", name) for name in node.inputs if name not in elements)
+    yield from (("output", name) for name in node.outputs)
+    yield from (("param", name) for name in node.params if name not in elements)
+
+
 def unknown_arguments(node: NodeRecord) -> tuple[UnknownArgument, ...]:
     """Captured names that the op does not define, each with the nearest name it does."""
     known = ARGUMENTS[node.op]
-    # a number where a scale tensor belongs is a malformation, not an unknown name
-    params = known.params | set(FP8_SCALES if node.op == "sdpa_fp8" else ())
     found = []
-    for kind, names, defined in (
-        ("input", node.inputs, known.inputs),
-        ("output", node.outputs, known.outputs),
-        ("param", node.params, params),
-    ):
-        for name in names:
-            if name not in defined:
-                near = difflib.get_close_matches(name, sorted(known.keywords), 1, 0.6)
-                nearest = near[0] if near else ""
-                found.append(UnknownArgument(kind=kind, name=name, nearest=nearest))  # type: ignore
+    for kind, name in _captured(node):
+        if not known.kinds(name):
+            near = difflib.get_close_matches(name, sorted(known.keywords), 1, 0.6)
+            nearest = near[0] if near else ""
+            found.append(UnknownArgument(kind=kind, name=name, nearest=nearest))
     return tuple(found)
+
+
+def misplaced(node: NodeRecord) -> Iterator[Malformation]:
+    """Known names that hold the wrong kind of thing: a number for a tensor, or the reverse.
+
+    The builder sorts arguments by their value's type alone, so both are captured silently.
+    """
+    known = ARGUMENTS[node.op]
+    for kind, name in _captured(node):
+        kinds = known.kinds(name)
+        if kinds and kind not in kinds:
+            got = shown(node.params[name]) if kind == "param" else _WORDS[kind]
+            want = " or ".join(_WORDS[k] for k in kinds)
+            yield Malformation(subject=name, got=got, want=want)

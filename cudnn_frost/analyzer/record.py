@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..vocab import DType
 
@@ -20,17 +20,25 @@ class Frozen(BaseModel):
 
 
 class RaggedRecord(Frozen):
-    """A tensor's ragged offset: element offset of sequence b = offsets[b] * multiplier."""
+    """A tensor's ragged offset: element offset of sequence b = offsets[b] * multiplier.
+
+    stride: of the offsets, in elements; empty = compact.
+    """
 
     uid: int
     name: str = ""
     dtype: DType = DType.INT32
     dim: tuple[int, ...] = ()
+    stride: tuple[int, ...] = ()
     multiplier: int = 1
 
 
 class TensorRecord(Frozen):
-    """One declared tensor. `dim` and `stride` are in elements, in the declared axis order."""
+    """One declared tensor. `dim` and `stride` are in elements, in the declared axis order.
+
+    What is not declared is resolved as the frontend does: no stride means compact, no dtype the
+    graph's io type, or its intermediate type on a virtual tensor.
+    """
 
     uid: int
     name: str = ""
@@ -42,6 +50,13 @@ class TensorRecord(Frozen):
     value: float | None = None
     ragged_offset: RaggedRecord | None = None
     reordering: str = "NONE"
+
+
+class OpaqueValue(Frozen):
+    """A captured value that is not plain data: its type's name and its text."""
+
+    type_name: str
+    text: str
 
 
 class NodeRecord(Frozen):
@@ -58,12 +73,17 @@ class NodeRecord(Frozen):
     params: dict[str, Any] = Field(default_factory=dict)
     compute_dtype: DType = DType.NOT_SET
 
-
-class OpaqueValue(Frozen):
-    """A captured value that is not plain data: its type's name and its text."""
-
-    type_name: str
-    text: str
+    @field_validator("params", mode="after")
+    @classmethod
+    def _opaque_again(cls, params: dict[str, Any]) -> dict[str, Any]:
+        """Out of JSON an `OpaqueValue` comes back as what it was."""
+        fields = set(OpaqueValue.model_fields)
+        return {
+            name: OpaqueValue(**value)
+            if isinstance(value, dict) and set(value) == fields
+            else value
+            for name, value in params.items()
+        }
 
 
 class GraphRecord(Frozen):
