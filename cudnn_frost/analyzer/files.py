@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from pydantic import ValidationError
 
 from .dumps import record_of_dump
 from .record import GraphRecord
+
+# how every dump starts, compact or indented
+_DUMP = re.compile(r'\{\s*"context"\s*:')
 
 
 class SourceError(ValueError):
@@ -25,43 +29,58 @@ def read_source(path: str | Path) -> list[GraphRecord]:
     """Every declaration in a file, in order; SourceError when there is none or one is unreadable.
 
     A declaration file is the JSON form of `GraphRecord`, or a list of them. A dump is the
-    frontend's graph JSON. A log is text in which some lines are such dumps.
+    frontend's graph JSON. A log is text with such dumps among other lines; one that is cut off
+    is passed over.
     """
     name = str(path)
+    text = _text(name)
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text file"
-        raise SourceError(name, "", str(why)) from None
-    try:
-        documents = [(f"[{i}]", d) for i, d in enumerate(_as_list(json.loads(text)))]
-        if len(documents) == 1:
-            documents = [("", documents[0][1])]
+        whole = json.loads(text)
+    except RecursionError:
+        raise SourceError(name, "", "nested too deeply for a graph") from None
     except json.JSONDecodeError as error:
         documents = list(_logged(text))
         if not documents:
             where = f"line {error.lineno}"
             why = f"neither JSON ({error.msg}) nor a log with graphs in it"
             raise SourceError(name, where, why) from None
+    else:
+        listed = whole if isinstance(whole, list) else [whole]
+        many = len(listed) > 1
+        documents = [(f"[{i}]" if many else "", document) for i, document in enumerate(listed)]
     if not documents:
         raise SourceError(name, "", "holds no graph")
     return [_record(name, where, document) for where, document in documents]
 
 
-def _as_list(document: Any) -> list[Any]:
-    return document if isinstance(document, list) else [document]
+def _text(name: str) -> str:
+    """A file's text; a log may have bytes in it that are none."""
+    try:
+        content = Path(name).read_bytes()
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else str(error)
+        raise SourceError(name, "", str(why)) from None
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        text = content.decode("utf-8", errors="replace")
+    if not _DUMP.search(text):
+        raise SourceError(name, "", "not a text file")
+    return text
 
 
 def _logged(text: str) -> Iterator[tuple[str, Any]]:
-    """(line, graph) of each line of a log that is a graph."""
-    for number, line in enumerate(text.splitlines(), 1):
-        start = line.find('{"context":')
-        if start < 0:
-            continue
+    """(line, graph) of each dump in a text."""
+    decoder, start = json.JSONDecoder(), 0
+    while (found := _DUMP.search(text, start)) is not None:
+        start = found.end()
         try:
-            yield f"line {number}", json.loads(line[start:])
-        except json.JSONDecodeError:
+            document, start = decoder.raw_decode(text, found.start())
+        except (json.JSONDecodeError, RecursionError):
             continue
+        # a graph's inspection starts alike, and leaves out what a declaration needs
+        if "json_version" in document:
+            yield f"line {text.count(chr(10), 0, found.start()) + 1}", document
 
 
 def _record(name: str, where: str, document: Any) -> GraphRecord:
@@ -70,14 +89,19 @@ def _record(name: str, where: str, document: Any) -> GraphRecord:
         got = type(document).__name__
         raise SourceError(name, where, f"a graph is a JSON object, this is a {got}")
     try:
-        if "json_version" in document or "context" in document:
+        if "json_version" in document:
             return record_of_dump(document)
+        if "context" in document:
+            why = "missing: the inspection of a graph leaves out ragged offsets; dump it lowered"
+            raise SourceError(name, f"{prefix}json_version", why)
+        if "nodes" not in document:
+            raise SourceError(name, f"{prefix}nodes", "missing")
         return GraphRecord.model_validate({"origin": "file", **document})
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         raise SourceError(name, f"{prefix}{field}", first["msg"]) from None
-    except KeyError as error:
-        raise SourceError(name, f"{prefix}{error.args[0]}", "missing") from None
-    except (TypeError, ValueError, AttributeError) as error:
+    except SourceError:
+        raise
+    except ValueError as error:
         raise SourceError(name, where, str(error)) from None

@@ -112,6 +112,21 @@ ARGUMENTS = {
 }
 
 
+def _synonyms() -> dict[str, str]:
+    """Each op's own spellings, to the other op's for the same thing."""
+    plain, fp8 = SPELLINGS["sdpa"], SPELLINGS["sdpa_fp8"]
+    pairs = [
+        (plain.left, fp8.left),
+        (plain.right, fp8.right),
+        (plain.window, fp8.window),
+        ("score_mod", "fn"),
+    ]
+    return {a: b for pair in pairs for a, b in (pair, pair[::-1])}
+
+
+_SYNONYMS = _synonyms()
+
+
 def dropout_count(node: NodeRecord) -> int:
     """Elements of the dropout tuple; 0 without one or with a count that is none."""
     count = node.params.get(DROPOUT_COUNT)
@@ -133,7 +148,7 @@ def unknown_arguments(node: NodeRecord) -> tuple[UnknownArgument, ...]:
     for kind, name in _captured(node):
         if not known.kinds(name):
             near = difflib.get_close_matches(name, sorted(known.keywords), 1, 0.6)
-            nearest = near[0] if near else ""
+            nearest = _SYNONYMS.get(name) or (near[0] if near else "")
             found.append(UnknownArgument(kind=kind, name=name, nearest=nearest))
     return tuple(found)
 
