@@ -119,11 +119,38 @@ class Graph:
             replay_expected=self.backend.is_cuda_graph_replay_expected,
         )
 
+    @property
+    def _is_frozen(self) -> bool:
+        """Lowered or planned: a frozen graph's ports and parameters are read-only views."""
+        return any(not isinstance(node.params, dict) for node in self.backend.nodes)
+
+    def _keep_record(self) -> None:
+        """Read the declaration before lowering, which freezes it and can rewrite its strides.
+
+        An invalid one is the backend's to reject, and no row serves one that cannot be read.
+        """
+        if self._record is None or not self._is_frozen:
+            self._verdicts, self._proposals = (), []
+            try:
+                self._record = self._read_record()
+            except (AttributeError, TypeError, ValueError):
+                self._record = None
+
+    @property
+    def _is_judged(self) -> bool:
+        """The verdicts are about what is declared now."""
+        return bool(self._verdicts) and self._is_frozen
+
     def _take_facts(self) -> None:
-        """Judge the declaration, once, before anything lowers it: lowering can rewrite strides."""
-        if self._record is None:
-            self.backend.validate()
-            self._record = self._read_record()
+        """Validate and judge the declaration before anything lowers it."""
+        if self._is_judged:
+            return
+        if not self._is_frozen:
+            # it may have changed since it was read, and validating alone can freeze it
+            self._record = None
+        self.backend.validate()
+        self._keep_record()
+        if self._record is not None:
             self._names = Names(self._record)
             self._verdicts, self._proposals = judge_and_propose(
                 analyze(self._record), self._target(), os.environ
@@ -152,9 +179,10 @@ class Graph:
             target = KNOWN_TARGETS[target]
         here = target is None
         target = target or self._target()
-        if here and self._record is not None:
+        if here and self._is_judged:
             answers, proposals = self._verdicts, self._proposals
         else:
+            self._keep_record()
             record = self._record or self._read_record()
             answers, proposals = judge_and_propose(analyze(record), target, os.environ)
         names = [(plan.name, True) for plan in proposals]
@@ -166,6 +194,11 @@ class Graph:
         return Report(answers[0].analysis, target, answers, tuple(proposals), tuple(names), reason)
 
     # ---- planning
+
+    def build_operation_graph(self) -> None:
+        """Validate, and lower what the frontend cannot validate itself."""
+        self._keep_record()
+        self.backend.build_operation_graph()
 
     @property
     def _is_planned(self) -> bool:
@@ -228,7 +261,9 @@ class Graph:
                 self._entries.append(PlanEntry(engine_id, knobs, backend_index=before))
             return self
         self._take_facts()
-        verdict = next(v for v in self._verdicts if v.row is row)
+        verdict = next((v for v in self._verdicts if v.row is row), None)
+        if verdict is None:
+            raise _unsupported(f"{row.name} declined this graph: its declaration cannot be read")
         if not verdict.accepted:
             reasons = "; ".join(d.render() for d in verdict.declines)
             raise _unsupported(f"{row.name} declined this graph: {reasons}")
@@ -244,7 +279,7 @@ class Graph:
 
     def backend_plan_entries(self) -> list[Any]:
         """The backend's own plans, [] when it declined; plans the backend's side once."""
-        self._take_facts()
+        self._keep_record()
         return self.backend.backend_plan_entries()
 
     @property
@@ -415,8 +450,8 @@ class Graph:
 
         Its decline is final only when it is pinned or no row's plan is in the list.
         """
-        self._take_facts()
         if self._entries is None:
+            self._keep_record()
             return self.backend.check_support()
         if self._entries[self._selected].row is None:
             try:
@@ -521,34 +556,46 @@ class Graph:
         self._selected, self._built = index, True
         return self
 
-    def get_workspace_size(self, handle: Any = None, *overrides: Any, **kwargs: Any) -> int:
+    def get_workspace_size(
+        self,
+        handle: Any = None,
+        override_uids: Any = None,
+        override_shapes: Any = None,
+        override_strides: Any = None,
+    ) -> int:
         """Workspace bytes of the built plan; RuntimeError before build()."""
+        overrides = (override_uids, override_shapes, override_strides)
         if self._entries is None:
-            return self.backend.get_workspace_size(handle, *overrides, **kwargs)
+            return self.backend.get_workspace_size(handle, *overrides)
         if not self._built:
             raise RuntimeError("Call build() first")
-        return self._workspace_at(self._selected, handle, *overrides, **kwargs)
+        return self._workspace_at(self._selected, handle, overrides)
 
     def get_workspace_size_plan_at_index(
-        self, index: int, handle: Any = None, *overrides: Any, **kwargs: Any
+        self,
+        index: int,
+        handle: Any = None,
+        override_uids: Any = None,
+        override_shapes: Any = None,
+        override_strides: Any = None,
     ) -> int:
         """Workspace bytes of one plan; a row's plan is built for the answer."""
+        overrides = (override_uids, override_shapes, override_strides)
         if self._entries is None:
-            backend = self.backend
-            return backend.get_workspace_size_plan_at_index(index, handle, *overrides, **kwargs)
+            return self.backend.get_workspace_size_plan_at_index(index, handle, *overrides)
         self._entry(index)
         self._reject_if_barred(index)
-        return self._workspace_at(index, handle, *overrides, **kwargs)
+        return self._workspace_at(index, handle, overrides)
 
-    def _workspace_at(self, index: int, handle: Any, *overrides: Any, **kwargs: Any) -> int:
+    def _workspace_at(self, index: int, handle: Any, overrides: tuple[Any, Any, Any]) -> int:
         entry = self._entry(index)
         if entry.row is None:
             return self.backend.get_workspace_size_plan_at_index(
-                entry.backend_index, handle, *overrides, **kwargs
+                entry.backend_index, handle, *overrides
             )
         plan = self._build_at(index, handle)
         assert plan is not None
-        return self._override(index, plan, *overrides, **kwargs).workspace_bytes
+        return self._override(index, plan, *overrides).workspace_bytes
 
     # ---- execution
 
@@ -693,7 +740,7 @@ class Graph:
 
     def key(self, *args: Any, **kwargs: Any) -> int:
         """The backend's cache key; blind to which row serves."""
-        self._take_facts()
+        self._keep_record()
         return self.backend.key(*args, **kwargs)
 
     def serialize(self, *, as_bytes: bool = False, include_kernels: bool = True) -> Any:

@@ -299,6 +299,50 @@ def test_facts_are_taken_before_the_backend_plans(played, monkeypatch):
     assert facts is not None and facts.k.stride == (HK * S * D, S * D, D, 1)
 
 
+EARLY = ("check_support", "backend_plan_entries", "key", "build_operation_graph")
+
+
+@pytest.mark.parametrize("method", EARLY)
+def test_facts_are_taken_before_any_lowering(played, monkeypatch, method):
+    def lowers(self):
+        self._freeze()
+        object.__setattr__(self.find_tensor(2), "stride", (1, 1, 1, 1))
+
+    monkeypatch.setattr(played, method, lowers)
+    g = declare()
+    getattr(g, method)()
+    declared = (HK * S * D, S * D, D, 1)
+    assert g.explain().analysis.facts.k.stride == declared
+    g.create_execution_plans()
+    assert g.explain().analysis.facts.k.stride == declared
+
+
+@pytest.mark.parametrize("query", [None, *EARLY])
+def test_facts_follow_the_declaration_until_it_is_lowered(played, monkeypatch, query):
+    g = declare()
+    g.build_operation_graph()
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="declined this graph"):
+        g.create_execution_plan(910_003)
+    strides = (HK * S * D, D, HK * D, 1)
+    g.find_tensor(2).set_stride(list(strides))
+    if query is not None:
+        monkeypatch.setattr(played, query, played._freeze)
+        getattr(g, query)()
+    assert g.explain().analysis.facts.k.stride == strides
+    g.create_execution_plans()
+    assert g.explain().analysis.facts.k.stride == strides
+
+
+def test_no_row_serves_what_cannot_be_read(played):
+    g = declare()
+    g.find_tensor(2).name = 7
+    g.check_support()
+    with pytest.raises(cudnn.cudnnGraphNotSupportedError, match="cannot be read"):
+        g.create_execution_plan(910_000)
+    g.create_execution_plans()
+    assert names(g) == BACKEND
+
+
 def test_native_capture_is_the_backends(played):
     g = planned()
     g.build_plan_at_index(3)
