@@ -22,7 +22,16 @@ import torch
 
 import cudnn_frost
 
-from .harness import Measurement, Timer, host_seconds, machine, matmul_flops, write
+from .harness import (
+    Measurement,
+    Timer,
+    host_seconds,
+    machine,
+    matmul_flops,
+    plan_names,
+    plan_runner,
+    write,
+)
 
 OURS = "frost"
 
@@ -104,15 +113,13 @@ def runners(
 ) -> tuple[dict[str, Callable[[], Any]], dict[str, str]]:
     """Callables that write x["o"] or return O, and the plan names behind the first two."""
     g, pack = declare(shape, x, handle)
-    names = [g.get_plan_name_at_index(i) for i in range(g.get_execution_plan_count())]
+    names = plan_names(g)
     frost = next(i for i, n in enumerate(names) if n.startswith("frost_sdpa_fwd_prefill"))
     backend = next(i for i, n in enumerate(names) if not n.startswith("frost_"))
-    found: dict[str, Callable[[], Any]] = {}
-    for key, index in ((OURS, frost), ("cudnn", backend)):
-        g.build_plan_at_index(index)
-        need = g.get_workspace_size_plan_at_index(index)
-        space = torch.empty(max(need, 1), dtype=torch.uint8, device="cuda")
-        found[key] = lambda i=index, w=space: g.execute_plan_at_index(pack, w, i, handle)
+    found: dict[str, Callable[[], Any]] = {
+        key: plan_runner(g, pack, index, handle)
+        for key, index in ((OURS, frost), ("cudnn", backend))
+    }
     found |= _peers(shape, x)
     return found, {OURS: names[frost], "cudnn": names[backend]}
 

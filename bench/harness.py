@@ -6,7 +6,7 @@ import json
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -18,26 +18,58 @@ L2_BYTES = 256 << 20
 
 
 class Timer:
-    """Median device time of a callable, the L2 overwritten before every run."""
+    """Median device time of callables, the L2 overwritten before every run.
 
-    def __init__(self, repeats: int = 20, warmup: int = 3) -> None:
+    clean: the L2 is then read over too, so that a run does not pay for writing back what the
+    flush left dirty.
+    """
+
+    def __init__(self, repeats: int = 20, warmup: int = 3, clean: bool = False) -> None:
         self.repeats, self.warmup = repeats, warmup
         self._flush = torch.empty(L2_BYTES, dtype=torch.uint8, device="cuda")
+        self._clean = torch.zeros(L2_BYTES // 4, device="cuda") if clean else None
 
     def __call__(self, run: Callable[[], Any]) -> float:
         """Seconds."""
-        for _ in range(self.warmup):
-            run()
-        pairs = []
+        return self.interleaved({"": run})[""]
+
+    def interleaved(self, runs: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+        """Seconds of each, taking turns: what drifts in the machine drifts for all of them."""
+        for run in runs.values():
+            for _ in range(self.warmup):
+                run()
+        samples: dict[str, list[Any]] = {name: [] for name in runs}
         for _ in range(self.repeats):
-            self._flush.random_(0, 255)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            run()
-            end.record()
-            pairs.append((begin, end))
+            for name, run in runs.items():
+                samples[name].append(self._sample(run))
         torch.cuda.synchronize()
-        return statistics.median(b.elapsed_time(e) for b, e in pairs) * 1e-3
+        return {
+            name: statistics.median(b.elapsed_time(e) for b, e in pairs) * 1e-3
+            for name, pairs in samples.items()
+        }
+
+    def _sample(self, run: Callable[[], Any]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        self._flush.random_(0, 255)
+        if self._clean is not None:
+            self._clean.amax()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        return begin, end
+
+
+def plan_names(graph: Any) -> list[str]:
+    """Every plan of a planned graph, best first."""
+    return [graph.get_plan_name_at_index(i) for i in range(graph.get_execution_plan_count())]
+
+
+def plan_runner(graph: Any, pack: Any, index: int, handle: Any) -> Callable[[], Any]:
+    """Builds one plan and gives what executes it; its workspace starts as 0xFF bytes, NaN."""
+    graph.build_plan_at_index(index)
+    need = graph.get_workspace_size_plan_at_index(index)
+    space = torch.full((max(need, 1),), 0xFF, dtype=torch.uint8, device="cuda")
+    return lambda: graph.execute_plan_at_index(pack, space, index, handle)
 
 
 def host_seconds(run: Callable[[], Any], bursts: int = 10, calls: int = 50) -> float:
@@ -67,6 +99,23 @@ def copy_bytes(timer: Timer, nbytes: int = 2 << 30) -> float:
     source = torch.randint(0, 255, (nbytes,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     return 2 * nbytes / timer(lambda: target.copy_(source))
+
+
+def read_runners(nbytes: int) -> dict[str, Callable[[], Any]]:
+    """Ways of reading `nbytes` of device memory once; the fastest is what a read costs.
+
+    The data is random. Each is one or two kernels that keep next to nothing.
+    """
+    words = torch.empty(nbytes // 16 * 4, dtype=torch.int32, device="cuda").random_()
+    rows = words.view(-1, next(n for n in (16384, 8192, 4096, 4) if words.numel() % n == 0))
+    floats = rows.view(torch.float32)
+    most = torch.empty(rows.shape[0], dtype=torch.int32, device="cuda")
+    greatest = torch.empty(rows.shape[0], device="cuda")
+    return {
+        "read: int32 max": lambda: torch.amax(words, 0),
+        "read: int32 max of rows": lambda: torch.amax(rows, 1, out=most),
+        "read: float32 max of rows": lambda: torch.amax(floats, 1, out=greatest),
+    }
 
 
 def machine() -> dict[str, str]:

@@ -163,7 +163,7 @@ class Graph:
     def _target(self) -> Target:
         """The device this graph plans for: what the constructor names, else the one at hand."""
         version = self._options.get("sm_version")
-        if version is not None and (known := KNOWN_TARGETS.get(f"sm{int(version) // 10}")):
+        if version is not None and (known := KNOWN_TARGETS.get(f"sm{int(version)}")):
             return known
         return target_here(self._device())
 

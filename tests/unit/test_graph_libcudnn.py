@@ -192,7 +192,6 @@ def hopper_first(hopper, monkeypatch) -> Any:
     return g, names(alone)
 
 
-@pytest.mark.xfail(strict=True, reason="sm_version is read as 900")
 def test_a_graph_plans_for_the_device_it_names(hopper, monkeypatch):
     """`sm_version` is major * 10 + minor, as the frontend reads it."""
     assert hopper["sm_version"] == 90

@@ -4,9 +4,6 @@ import dataclasses
 import importlib.util
 import random
 import re
-import shutil
-import struct
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -24,8 +21,9 @@ from cudnn_frost.kernels.configs.signature import Operand, Signature
 from cudnn_frost.runtime import artifacts
 from cudnn_frost.vocab import KNOWN_TARGETS, DeclineCode, DType
 
+from .machine_code import host_compile, sass_of, spills
+
 BASE = PrefillSm90Config(DType.BFLOAT16)
-EM_CUDA = 190
 
 # one legal other value of every field
 OTHER = {
@@ -144,11 +142,6 @@ def test_signature_refuses_a_name_twice():
 # host logic, run on this machine's processor
 
 
-def host_compile(function, *examples):
-    cute = pytest.importorskip("cutlass.cute")
-    return cute.compile(function, *examples, options="--enable-tvm-ffi --gpu-arch sm_90a")
-
-
 @pytest.fixture(scope="module")
 def numbers():
     """An array type and example arguments for host functions."""
@@ -262,48 +255,12 @@ def test_band_ranges_cover_what_is_seen_and_skip_the_rest(has_left, has_right, n
 # machine code
 
 
-def nvdisasm() -> str:
-    """The disassembler of the nvidia-cuda-nvdisasm package, else the one on the path."""
-    spec = importlib.util.find_spec("nvidia")
-    for root in spec.submodule_search_locations if spec else ():
-        for path in sorted(Path(root).glob("cu*/bin/nvdisasm"), reverse=True):
-            return str(path)
-    found = shutil.which("nvdisasm")
-    assert found, "install nvidia-cuda-nvdisasm (the test extra names it)"
-    return found
-
-
-def cubin_of(library: bytes) -> bytes:
-    """The one GPU binary embedded in a shared library."""
-    found = []
-    for match in re.finditer(b"\x7fELF", library):
-        start = match.start()
-        if struct.unpack_from("<H", library, start + 18)[0] == EM_CUDA:
-            segments, sections = struct.unpack_from("<QQ", library, start + 32)
-            sizes = struct.unpack_from("<HHHH", library, start + 54)
-            end = max(segments + sizes[0] * sizes[1], sections + sizes[2] * sizes[3])
-            found.append(library[start : start + end])
-    assert len(found) == 1
-    return found[0]
-
-
-def sass_of(library: Path, folder: Path) -> str:
-    cubin = folder / "kernel.cubin"
-    cubin.write_bytes(cubin_of(library.read_bytes()))
-    done = subprocess.run([nvdisasm(), "-c", cubin], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def spills(sass: str) -> list[str]:
-    return re.findall(r"\b(?:LDL|STL)\b[^;]*;", sass)
-
-
 @pytest.mark.parametrize("config", shipped_configs(), ids=lambda config: config.key())
 def test_shipped_config_compiles_for_hopper(config, tmp_path):
     prefill = pytest.importorskip("cudnn_frost.kernels.sm90.prefill")
     library = tmp_path / "kernel.so"
     artifacts.export(prefill.compile(config, config.signature()), library)
-    sass = sass_of(library, tmp_path)
+    (sass,) = sass_of(library, tmp_path).values()
     element = {DType.BFLOAT16: ".BF16", DType.HALF: ""}[config.dtype]
     for instruction in (f"HGMMA.64x{config.tile_n}x16.F32{element} ", "UTMALDG.4D", "UTMASTG.4D"):
         assert instruction in sass, instruction
