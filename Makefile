@@ -8,6 +8,10 @@ JOBS ?= 2
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.tested: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
 
@@ -16,12 +20,12 @@ demo: $(VENV)/.installed
 
 test: lint unit
 
-lint: $(VENV)/.installed
+lint: $(VENV)/.tested
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-unit: $(VENV)/.installed
+unit: $(VENV)/.tested
 	$(BIN)/python -m pytest tests/unit -n $(JOBS) -q
 
 matrix: $(VENV)/.installed
