@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..analyzer.facts import Lengths, Operand, SdpaFacts
+from ..analyzer.facts import Lengths, Operand, Ragged, SdpaFacts
 from ..engines.row import Row
 from ..heuristics.assemble import Knobs
 from ..heuristics.propose import config_of
@@ -141,13 +141,12 @@ def _decode_strides(facts: SdpaFacts) -> DecodeStrides:
     paging = facts.paging
     tables = (paging.k_table, paging.v_table) if paging else (None, None)
     of_tables = [n for t in tables for n in ((t.stride[0], t.stride[2]) if t else (0, 0))]
-    ragged = [x.ragged if x is not None else None for x in (facts.q, facts.o, facts.stats)]
     of_operands = (facts.q, facts.k, facts.v, facts.o, facts.stats)
     return DecodeStrides._make(
         [
             *(n for operand in of_operands for n in _strides(operand)),
             *of_tables,
-            *(r.multiplier if r else 0 for r in ragged),
+            *(r.multiplier if r else 0 for r in _packings(facts)),
             facts.sink.stride[1] if facts.sink else 0,
         ]
     )
@@ -158,11 +157,10 @@ def _decode_forms(facts: SdpaFacts) -> DecodeForms:
         operand = lengths.operand
         return _words(operand.dtype) * operand.stride[0] if operand else 0
 
-    ragged = [x.ragged if x is not None else None for x in (facts.q, facts.o, facts.stats)]
     band = facts.band
     left = -UNBOUNDED if band.left is None else 1 - band.left
     right = UNBOUNDED if band.right is None else band.right
-    words = [_words(r.dtype) if r else 0 for r in ragged]
+    words = [_words(r.dtype) if r else 0 for r in _packings(facts)]
     return DecodeForms(
         seqlen_q=LENGTH_FORMS[facts.seq_len_q.form],
         seqlen_q_words=step(facts.seq_len_q),
@@ -176,6 +174,11 @@ def _decode_forms(facts: SdpaFacts) -> DecodeForms:
         bottom_right=int(band.alignment == "BOTTOM_RIGHT"),
         o_type=O_TYPES.index(facts.output_dtype),
     )
+
+
+def _packings(facts: SdpaFacts) -> list[Ragged | None]:
+    """Of Q, O and Stats, in the order of the decode kernel's arguments."""
+    return [x.ragged if x is not None else None for x in (facts.q, facts.o, facts.stats)]
 
 
 def _words(dtype: DType) -> int:

@@ -310,6 +310,17 @@ def test_wrong_knobs_are_named(named, message):
         knobs_from_names(row, named)
 
 
+@pytest.mark.parametrize(("stream_k", "refused"), [(0, False), (1, False), (2, True)])
+def test_a_launch_knob_outside_its_values_is_named(stream_k, refused):
+    row = row_by_id(IDS["frost_sdpa_fwd_decode_sm90"])
+    assert row is not None
+    named = {"STAGES": 3, "STREAM_K": stream_k, "TILE_M": 64, "TILE_N": 128}
+    decline = infeasible(row, facts(), knobs_from_names(row, named))
+    assert (decline is not None) is refused
+    if decline is not None:
+        assert (decline.subject, decline.got, decline.want) == ("STREAM_K", "2", "0 or 1")
+
+
 def test_judging_reads_no_environment_of_its_own():
     source = inspect.getsource(registry) + inspect.getsource(judge_and_propose)
     assert "environ[" not in source and "getenv" not in source
