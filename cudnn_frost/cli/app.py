@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,8 +25,10 @@ from ..analyzer.record import GraphRecord
 from ..engines import ROWS, Row
 from ..heuristics.propose import judge_and_propose
 from ..heuristics.report import Report
+from ..runtime import cache
 from ..runtime.device import target_here
 from ..vocab import KNOWN_TARGETS, Target
+from . import kernels
 from . import matrix as matrix_
 from .qualification import claims, problems, read_records
 from .tracker import default_directory
@@ -38,6 +41,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(kernels.cache_app, name="cache")
 Tracker = Annotated[Path | None, typer.Option(help="The tracker's folder; default the checkout's.")]
 
 
@@ -79,9 +83,13 @@ def _graphs(source: str) -> list[GraphRecord]:
     return [record_of(backend, replay_expected=bool(backend.is_cuda_graph_replay_expected))]
 
 
-def _report(record: GraphRecord, target: Target) -> Report:
+def _report(
+    record: GraphRecord, target: Target, environment: Mapping[str, str] | None = None
+) -> Report:
+    """environment: on top of the process's."""
     analysis = facts_of(record)
-    answers, proposals = judge_and_propose(analysis, target, os.environ)
+    environment = {**os.environ, **(environment or {})}
+    answers, proposals = judge_and_propose(analysis, target, environment)
     ranked = tuple((plan.name, True) for plan in proposals)
     return Report(analysis, target, answers, tuple(proposals), ranked)
 
@@ -163,6 +171,44 @@ def qualification(tracker: Tracker = None) -> None:
     for problem in found:
         typer.echo(problem, err=True)
     if found:
+        raise typer.Exit(1)
+
+
+@app.command("compile")
+def compile_(
+    graph: Annotated[
+        str | None, typer.Argument(help="As of analyze: only what the plans of its graphs launch.")
+    ] = None,
+    target: Annotated[str, typer.Option(help="sm90, sm100, here, or a file.")] = "here",
+    row: Annotated[
+        list[str] | None, typer.Option(help="Rows whose name holds this; default those offered.")
+    ] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
+) -> None:
+    """Fill the compile cache, on a machine with or without a GPU, so that no other compiles.
+
+    Exit codes: 0 all kept, 1 something failed, 3 nothing to compile.
+    """
+    machine = _target(target)
+    rows = kernels.rows_for(machine, row or ())
+    if graph is None:
+        wanted = kernels.jobs_of_rows(rows)
+    else:
+        # a row asked for by name may be unqualified
+        asked = {"CUDNN_FROST_UNQUALIFIED": "1"} if row else {}
+        reports = [_report(record, machine, asked) for record in _graphs(graph)]
+        plans = [(p, r.analysis.facts) for r in reports for p in r.proposals if p.row in rows]
+        wanted = kernels.jobs_of_plans(plans, machine)
+    if not wanted:
+        typer.echo(f"no kernel to compile for {machine.name}", err=True)
+        raise typer.Exit(NOBODY)
+    missing = [job for job in wanted if not kernels.is_kept(job)]
+    failed = kernels.compile_all(missing, min(jobs, len(missing))) if missing else []
+    for failure in failed:
+        typer.echo(failure, err=True)
+    kept, made = len(wanted) - len(missing), len(missing) - len(failed)
+    typer.echo(f"{cache.directory()}: {made} compiled, {kept} kept before, {len(failed)} failed")
+    if failed:
         raise typer.Exit(1)
 
 

@@ -11,8 +11,6 @@ from . import cache
 from .lower import lower
 from .plan import CompiledPlan, KernelPlan, ReferencePlan, slots_of
 
-_MODULES = {"prefill_sm90": "sm90.prefill", "decode_sm90": "sm90.decode"}
-
 
 def build_plan(entry: PlanEntry, facts: SdpaFacts, target: Target, device: int) -> CompiledPlan:
     """Build a row's plan for a device ordinal.
@@ -25,14 +23,14 @@ def build_plan(entry: PlanEntry, facts: SdpaFacts, target: Target, device: int) 
     if row.is_reference:
         return ReferencePlan.build(facts)
     launch = lower(row, facts, entry.knobs, target)
-    entry_point = cache.entry_of(_MODULES[row.kernel], launch.config, launch.signature)
+    entry_point = cache.entry_of(row.kernel, launch.config, launch.signature)
     operands = {operand.name: operand for operand in launch.signature.operands}
     aligned = {p: operands[name].alignment for name, p in launch.pointers.items() if p}
     slots = slots_of(facts, device, aligned)
     needs_workspace = launch.workspace_bytes > 0
     return KernelPlan(
         entry=entry_point,
-        key=cache.full_key(row.kernel, launch.config, launch.signature),
+        key=str(cache.compile_key(row.kernel, launch.config, launch.signature)),
         pointers=tuple(slots[path] if path else None for path in launch.pointers.values()),
         constants=tuple(_converted(value) for value in launch.constants),
         workspace_index=list(launch.pointers).index("workspace") if needs_workspace else None,

@@ -1,13 +1,11 @@
 """The one compile cache: an in-process memo, then a directory shared by processes.
 
-An entry is a shared library and, beside it, the full key it was compiled for: configuration,
-signature, target architecture, package versions and a digest of the kernel sources. The file name
-is a hash of that key; the key itself is compared before an entry is trusted.
+A directory that cannot be written is still read: kernels compiled ahead (`cudnn-frost compile`)
+serve from a read-only image.
 """
 
 from __future__ import annotations
 
-import fcntl
 import functools
 import hashlib
 import importlib
@@ -15,19 +13,22 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from . import artifacts
 from .device import installed_versions
+from .store import CompileKey, DamagedEntry, Entry
 
 _LOG = logging.getLogger("cudnn_frost")
 DIRECTORY_VARIABLE = "CUDNN_FROST_CACHE_DIR"
 _KERNELS = Path(__file__).parent.parent / "kernels"
 
-_memo: dict[str, Callable[..., Any]] = {}
+_memo: dict[CompileKey, Callable[..., Any]] = {}
 _memo_lock = threading.Lock()
+_key_locks: dict[CompileKey, threading.Lock] = {}
 
 
 def directory() -> Path:
@@ -50,90 +51,90 @@ def fingerprint() -> str:
     return f"{compilers},sources={digest.hexdigest()}"
 
 
-def full_key(kernel: str, config: Any, signature: Any) -> str:
-    """Everything that decides what the compiler would emit."""
-    return "|".join((kernel, config.key(), signature.key(), fingerprint()))
+def kernel_module(kernel: str) -> ModuleType:
+    """The module of a kernel family: `decode_sm90` is `cudnn_frost.kernels.sm90.decode`."""
+    family, _, arch = kernel.rpartition("_")
+    return importlib.import_module(f"cudnn_frost.kernels.{arch}.{family}")
+
+
+def shipped_configs(kernel: str) -> list[Any]:
+    """Every configuration of a kernel family that is shipped."""
+    return importlib.import_module(f"cudnn_frost.kernels.configs.{kernel}").shipped_configs()
+
+
+def compile_key(kernel: str, config: Any, signature: Any) -> CompileKey:
+    """What a kernel's entry is kept under; holds no length, total or pointer."""
+    return CompileKey(kernel, config.key(), signature.key(), fingerprint())
 
 
 def entry_of(kernel: str, config: Any, signature: Any) -> Callable[..., Any]:
     """The callable host entry of a kernel; compiled when neither memo nor directory has it.
 
-    kernel: `<arch>.<family>`, a module below `cudnn_frost.kernels`. Raises ImportError when the
-    DSL is missing, NotImplementedError when compilation fails.
+    kernel: as `Row.kernel`. Raises ImportError when the DSL is missing, NotImplementedError when
+    compilation fails.
     """
-    key = full_key(kernel, config, signature)
+    key = compile_key(kernel, config, signature)
     found = _memo.get(key)
     if found is not None:
         return found
     # per key, so that another key's compilation is not waited for
-    with _key_lock(key):
+    with _memo_lock:
+        lock = _key_locks.setdefault(key, threading.Lock())
+    with lock:
         found = _memo.get(key)
         if found is None:
-            found = _from_directory(kernel, config, signature, key)
+            found = _from_directory(key, lambda: _compile(kernel, config, signature))
             _memo[key] = found
     return found
 
 
-_key_locks: dict[str, threading.Lock] = {}
-
-
-def _key_lock(key: str) -> threading.Lock:
-    with _memo_lock:
-        return _key_locks.setdefault(key, threading.Lock())
-
-
-def _from_directory(kernel: str, config: Any, signature: Any, key: str) -> Callable[..., Any]:
-    stem = directory() / hashlib.sha256(key.encode()).hexdigest()
-    library, described = stem.with_suffix(".so"), stem.with_suffix(".key")
-    with _file_lock(stem.with_suffix(".lock")) as usable:
+def _from_directory(key: CompileKey, compile_: Callable[[], Any]) -> Callable[..., Any]:
+    entry = Entry.of(directory(), key)
+    with suppress(DamagedEntry):
+        if entry.exists():
+            return _load(entry)
+    with _locked(entry) as writable:
         try:
-            if usable and _is_trusted(library, described, key):
-                return artifacts.load(library)
-        except (OSError, RuntimeError) as error:
-            _LOG.warning("cache entry %s is damaged and is compiled again: %s", library, error)
-        compiled = _compile(kernel, config, signature)
+            # another process may have stored it while the lock was waited for
+            if writable and entry.exists():
+                return _load(entry)
+        except DamagedEntry as error:
+            _LOG.warning("a cache entry is damaged and is compiled again: %s", error)
+        compiled = compile_()
         try:
-            if usable:
-                _store(compiled, library, described, key)
+            if writable:
+                entry.store(key, lambda path: artifacts.export(compiled, path))
         except (OSError, RuntimeError) as error:
-            _LOG.warning("the compiled kernel was not kept in %s: %s", stem.parent, error)
+            _LOG.warning("the compiled kernel is not kept in %s: %s", entry.folder, error)
         return compiled
 
 
-def _is_trusted(library: Path, described: Path, key: str) -> bool:
-    return library.exists() and described.exists() and described.read_text() == key
+@contextmanager
+def _locked(entry: Entry) -> Iterator[bool]:
+    """False, with a warning, where the directory takes no lock."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(entry.locked())
+        except OSError as error:
+            _LOG.warning("the compile cache at %s cannot be written: %s", entry.folder, error)
+            yield False
+        else:
+            yield True
 
 
-def _store(compiled: Any, library: Path, described: Path, key: str) -> None:
-    """Both files appear whole or not at all, the library first."""
-    scratch = library.with_suffix(f".{os.getpid()}.so")
-    artifacts.export(compiled, scratch)
-    os.replace(scratch, library)
-    scratch = described.with_suffix(f".{os.getpid()}")
-    scratch.write_text(key)
-    os.replace(scratch, described)
+def _load(entry: Entry) -> Callable[..., Any]:
+    """An entry's kernel; DamagedEntry when it cannot be used."""
+    entry.checked_key()
+    try:
+        return artifacts.load(entry.library)
+    except (OSError, RuntimeError) as error:
+        raise DamagedEntry(f"{entry.library} does not load: {error}") from error
 
 
 def _compile(kernel: str, config: Any, signature: Any) -> Callable[..., Any]:
-    module = importlib.import_module(f"cudnn_frost.kernels.{kernel}")
     try:
-        return module.compile(config, signature)
+        return kernel_module(kernel).compile(config, signature)
     except (ImportError, NotImplementedError):
         raise
     except Exception as error:
         raise NotImplementedError(f"{kernel} did not compile: {error}") from error
-
-
-@contextmanager
-def _file_lock(path: Path) -> Iterator[bool]:
-    """Held by one process at a time and released with it; False where no file can be made."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle = path.open("a")
-    except OSError as error:
-        _LOG.warning("the compile cache at %s is unusable: %s", path.parent, error)
-        yield False
-        return
-    with handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield True

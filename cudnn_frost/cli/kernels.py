@@ -1,0 +1,178 @@
+"""`cudnn-frost compile` and `cudnn-frost cache`: kernels made ahead, and what is kept of them."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ..analyzer.files import SourceError
+from ..engines import ROWS, Row
+from ..heuristics.assemble import PlanEntry
+from ..runtime import cache
+from ..runtime.lower import lower
+from ..runtime.store import CompileKey, DamagedEntry, Entry, entries
+from ..vocab import Target
+
+cache_app = typer.Typer(help="The compiled kernels that are kept.", no_args_is_help=True)
+Folder = Annotated[Path | None, typer.Option("--directory", help="Default: the cache's own.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One kernel to compile. config: of the family, whose signature it gives."""
+
+    kernel: str
+    config: Any
+
+    @property
+    def key(self) -> CompileKey:
+        return cache.compile_key(self.kernel, self.config, self.config.signature())
+
+
+def rows_for(target: Target, names: Iterable[str]) -> list[Row]:
+    """The rows with a kernel for a target whose name holds one of `names`; without names, those
+    that would be offered: the qualified ones, every one with `CUDNN_FROST_UNQUALIFIED=1`.
+
+    SourceError names a name that no row of the target answers to.
+    """
+    built = [
+        row
+        for row in ROWS
+        if row.kernel and not row.is_reference and target.cc in (row.capabilities.cc or ())
+    ]
+    names = tuple(names)
+    for name in names:
+        if not any(name in row.name for row in built):
+            known = ", ".join(row.name for row in built) or "none"
+            raise SourceError(
+                name, "--row", f"no row of {target.arch} with a kernel; known: {known}"
+            )
+    if names:
+        return [row for row in built if any(name in row.name for name in names)]
+    offered = os.environ.get("CUDNN_FROST_UNQUALIFIED") == "1"
+    return [row for row in built if row.qualified or offered]
+
+
+def jobs_of_rows(rows: Iterable[Row]) -> list[Job]:
+    """Every shipped configuration of these rows, each once."""
+    jobs = [
+        Job(row.kernel, config)
+        for row in rows
+        for config in cache.shipped_configs(row.kernel)
+        if config.dtype in row.capabilities.input_dtype
+    ]
+    return list({job.key: job for job in jobs}.values())
+
+
+def jobs_of_plans(plans: Iterable[tuple[PlanEntry, Any]], target: Target) -> list[Job]:
+    """What the plans of graphs launch, each once; plans: (plan, its graph's facts)."""
+    jobs = []
+    for plan, facts in plans:
+        if plan.row is not None and not plan.row.is_reference:
+            jobs.append(Job(plan.row.kernel, lower(plan.row, facts, plan.knobs, target).config))
+    return list({job.key: job for job in jobs}.values())
+
+
+def _compile(job: Job) -> str:
+    """In a process of its own: why the kernel could not be kept, or nothing."""
+    warnings: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda entry: warnings.append(entry.getMessage())  # type: ignore
+    logging.getLogger("cudnn_frost").addHandler(handler)
+    cache.entry_of(job.kernel, job.config, job.config.signature())
+    return "" if is_kept(job) else "; ".join(warnings)
+
+
+def compile_all(jobs: list[Job], processes: int) -> list[str]:
+    """Compile what the cache does not hold, with a progress bar; the jobs that failed, and why."""
+    failed = []
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        running = {pool.submit(_compile, job): job for job in jobs}
+        for done in _progress(as_completed(running), len(jobs)):
+            error = done.exception()
+            why = f"{type(error).__name__}: {error}" if error else done.result()
+            if why:
+                failed.append(f"{running[done].config.key()}: {why}")
+    return failed
+
+
+def _progress(done: Iterator[Any], total: int) -> Iterator[Any]:
+    columns = (TextColumn("compiling"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        yield from bar.track(done, total=total)
+
+
+def is_kept(job: Job) -> bool:
+    """Whether the cache holds a job's kernel whole."""
+    try:
+        Entry.of(cache.directory(), job.key).checked_key()
+    except DamagedEntry:
+        return False
+    return True
+
+
+@cache_app.command("list")
+def list_(directory: Folder = None) -> None:
+    """Every kept kernel: its size, its age, and whether this version would use it."""
+    folder = directory or cache.directory()
+    typer.echo(str(folder))
+    for entry in entries(folder):
+        state, key = _state(entry)
+        size = f"{entry.bytes() / 1024:.0f} KiB"
+        typer.echo(f"{_age(entry):16}  {size:>8}  {state}{'  ' + key.config if key else ''}")
+
+
+@cache_app.command()
+def verify(directory: Folder = None) -> None:
+    """Check every kept kernel against its digest and its key; exit 1 when one is damaged."""
+    found = entries(directory or cache.directory())
+    damaged = [state for entry in found for state, key in [_state(entry)] if key is None]
+    for state in damaged:
+        typer.echo(state, err=True)
+    typer.echo(f"{len(found) - len(damaged)} of {len(found)} kernels are whole")
+    if damaged:
+        raise typer.Exit(1)
+
+
+@cache_app.command()
+def clear(
+    stale: Annotated[
+        bool, typer.Option("--stale", help="Only those this version would not use.")
+    ] = False,
+    directory: Folder = None,
+) -> None:
+    """Remove the kept kernels."""
+    found = entries(directory or cache.directory())
+    removed = [entry for entry in found if not stale or _state(entry)[0] != CURRENT]
+    for entry in removed:
+        entry.remove()
+    typer.echo(f"removed {len(removed)} of {len(found)} kernels")
+
+
+CURRENT = "current"
+
+
+def _state(entry: Entry) -> tuple[str, CompileKey | None]:
+    """What to say of an entry, and its key when it is whole."""
+    try:
+        key = entry.checked_key()
+    except DamagedEntry as error:
+        return str(error), None
+    return (CURRENT if key.fingerprint == cache.fingerprint() else "of other sources"), key
+
+
+def _age(entry: Entry) -> str:
+    if not entry.exists():
+        return "?"
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.description.stat().st_mtime))
