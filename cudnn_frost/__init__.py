@@ -6,13 +6,19 @@ package loads nothing else: `Graph` brings the cuDNN frontend when it is first a
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .graph import Graph, install, uninstall
 
 __version__ = "0.1.0"
-__all__ = ["Graph", "__version__", "install", "uninstall"]
+__all__ = ["Graph", "__version__", "get_include", "install", "uninstall"]
+
+
+def get_include() -> str:
+    """The folder with `cudnn_frost/launch.h`, for C++ that calls prepared launches."""
+    return os.path.join(os.path.dirname(__file__), "include")
 
 
 def __getattr__(name: str) -> Any:

@@ -29,6 +29,7 @@ from .runtime.binding import Names, apply_overrides, bind_mapping, bind_ordered
 from .runtime.build import build_plan
 from .runtime.device import current_device, target_here
 from .runtime.plan import CompiledPlan
+from .runtime.prepared import CannotPrepare, PreparedLaunch, prepare
 from .vocab import KNOWN_TARGETS, Target
 
 _BackendGraph = cudnn.pygraph
@@ -654,6 +655,28 @@ class Graph:
         self._entry(index)
         self._reject_if_barred(index)
         return self._run(index, tensor_dict, workspace, handle, overrides, tensor_uids)
+
+    def prepare(self, index: int | None = None) -> PreparedLaunch:
+        """A plan as a launch from bare addresses, for callers in C++ or in a hurry.
+
+        index: of the list; default the selected plan. It is built first when it is not.
+        Raises cudnnGraphNotSupportedError for a backend plan or the reference row's, which have no
+        launch without Python.
+        """
+        if index is None and not self._built:
+            self.build()
+        index = self._plan_index if index is None else index
+        if self._entries is None:
+            raise _unsupported("no row's plan is in the list: there is nothing to prepare")
+        entry = self._entry(index)
+        self._reject_if_barred(index)
+        plan = self._build_at(index)
+        try:
+            if plan is None:
+                raise CannotPrepare("the cuDNN backend launches it")
+            return prepare(plan, self._device())
+        except CannotPrepare as error:
+            raise _unsupported(f"{self._name_of(entry)} cannot be prepared: {error}") from None
 
     def _run(
         self,

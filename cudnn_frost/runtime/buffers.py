@@ -151,17 +151,22 @@ def missing(slot: Slot) -> ValueError:
     return ValueError(f"the variant pack is missing a buffer for tensor uid {uid}{name}")
 
 
-def workspace_address(data: Any, needed: int) -> int:
+def workspace_address(data: Any, needed: int, alignment: int = 1) -> int:
     """The address of a workspace of at least `needed` bytes (0 when none is needed).
 
-    Raises ValueError stating the size needed when it is missing, too small or strided.
+    Raises ValueError stating what is needed when it is missing, too small, strided or misaligned.
     """
     if needed == 0:
         return 0
     if data is None:
         raise ValueError(f"workspace: missing, the plan needs {needed} bytes")
-    if type(data) is int:
-        return data
+    pointer = data if type(data) is int else _checked_workspace(data, needed)
+    if pointer % alignment:
+        raise ValueError(f"workspace: address {pointer:#x} is not {alignment}-byte aligned")
+    return pointer
+
+
+def _checked_workspace(data: Any, needed: int) -> int:
     data = as_strided_source(data)
     if not is_dense(tuple(data.shape), tuple(data.stride())):
         raise ValueError(f"workspace: must be contiguous, got strides {list(data.stride())}")

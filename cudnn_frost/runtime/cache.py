@@ -83,30 +83,41 @@ def entry_of(kernel: str, config: Any, signature: Any) -> Callable[..., Any]:
     with lock:
         found = _memo.get(key)
         if found is None:
-            found = _from_directory(key, lambda: _compile(kernel, config, signature))
+            found = kept(
+                key, lambda: _compile(kernel, config, signature), artifacts.export, artifacts.load
+            )
             _memo[key] = found
     return found
 
 
-def _from_directory(key: CompileKey, compile_: Callable[[], Any]) -> Callable[..., Any]:
+def kept(
+    key: CompileKey,
+    make: Callable[[], Any],
+    export: Callable[[Any, Path], None],
+    load: Callable[[Path], Any],
+) -> Any:
+    """What the directory holds under a key, loaded; else made, and exported into it.
+
+    A directory that cannot be written and an entry that is damaged are warnings.
+    """
     entry = Entry.of(directory(), key)
     with suppress(DamagedEntry):
         if entry.exists():
-            return _load(entry)
+            return _load(entry, load)
     with _locked(entry) as writable:
         try:
             # another process may have stored it while the lock was waited for
             if writable and entry.exists():
-                return _load(entry)
+                return _load(entry, load)
         except DamagedEntry as error:
             _LOG.warning("a cache entry is damaged and is compiled again: %s", error)
-        compiled = compile_()
+        made = make()
         try:
             if writable:
-                entry.store(key, lambda path: artifacts.export(compiled, path))
+                entry.store(key, lambda path: export(made, path))
         except (OSError, RuntimeError) as error:
             _LOG.warning("the compiled kernel is not kept in %s: %s", entry.folder, error)
-        return compiled
+        return made
 
 
 @contextmanager
@@ -122,11 +133,11 @@ def _locked(entry: Entry) -> Iterator[bool]:
             yield True
 
 
-def _load(entry: Entry) -> Callable[..., Any]:
-    """An entry's kernel; DamagedEntry when it cannot be used."""
+def _load(entry: Entry, load: Callable[[Path], Any]) -> Any:
+    """An entry's library, loaded; DamagedEntry when it cannot be used."""
     entry.checked_key()
     try:
-        return artifacts.load(entry.library)
+        return load(entry.library)
     except (OSError, RuntimeError) as error:
         raise DamagedEntry(f"{entry.library} does not load: {error}") from error
 

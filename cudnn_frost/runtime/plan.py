@@ -11,6 +11,9 @@ from ..analyzer.facts import SdpaFacts
 from .buffers import Slot, TorchViews, as_strided_source, missing, workspace_address
 from .device import current_device, pointer_is_device
 
+WORKSPACE_ALIGNMENT = 16
+"""Of a workspace's address, bytes."""
+
 
 class CompiledPlan(Protocol):
     """What a built row plan answers to.
@@ -119,5 +122,7 @@ class KernelPlan:
                 raise missing(slot)
             addresses.append(slot.address(data))
         if self.workspace_index is not None:
-            addresses[self.workspace_index] = workspace_address(workspace, self.workspace_bytes)
+            addresses[self.workspace_index] = workspace_address(
+                workspace, self.workspace_bytes, WORKSPACE_ALIGNMENT
+            )
         self.entry(tuple(addresses), *self.constants, stream or 0)
