@@ -277,6 +277,16 @@ class SdpaFacts(Frozen):
         sizes = (paging.page_size_k, paging.page_size_v) if paging else ()
         return tuple(x for x in sizes if x is not None)
 
+    @property
+    def kv_capacity(self) -> int:
+        """Keys of a sequence there is memory for: the declared maximum, and each side's extent or
+        its table's pages, whichever is least."""
+        paging, room = self.paging, [self.s_kv]
+        tables = (paging.k_table, paging.v_table) if paging else (None, None)
+        for operand, table in zip((self.k, self.v), tables, strict=True):
+            room.append(operand.dim[2] * (table.dim[2] if table is not None else 1))
+        return min(room)
+
 
 _HOLDERS = ("Operand", "Lengths", "Scale", "Paging", "Dropout")
 # the fields that can hold a tensor, in order

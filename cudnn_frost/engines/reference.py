@@ -189,7 +189,7 @@ class _Memory:
         """Every batch entry, its lengths held to what the declaration has room for."""
         facts = self.facts
         lens_q = self._lengths(facts.seq_len_q, facts.s_q)
-        lens_kv = self._lengths(facts.seq_len_kv, self._capacity())
+        lens_kv = self._lengths(facts.seq_len_kv, facts.kv_capacity)
         for index, (len_q, len_kv) in enumerate(zip(lens_q, lens_kv, strict=True)):
             # both ends of the band only move forward with the row
             first, _ = visible_range(facts.band, 0, len_q, len_kv)
@@ -207,15 +207,6 @@ class _Memory:
         if side.form == "cu_seq_len":
             values = [after - before for before, after in pairwise(values)]
         return [min(max(value, 0), extent) for value in values]
-
-    def _capacity(self) -> int:
-        """Keys there is memory for: the declared maximum, dense extents and the tables' pages."""
-        facts = self.facts
-        room = [facts.s_kv]
-        for name in ("k", "v"):
-            table, rows = _table(facts, name), getattr(facts, name).dim[2]
-            room.append(rows if table is None else table.dim[2] * rows)
-        return min(room)
 
     def _read_offsets(self, operand: Operand) -> list[int]:
         """Element offset of each sequence of a packed operand."""

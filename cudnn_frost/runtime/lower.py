@@ -127,7 +127,7 @@ def _decode_extents(facts: SdpaFacts) -> DecodeExtents:
         num_heads_q=facts.h_q,
         num_heads_k=facts.h_k,
         seqlen_q=facts.s_q,
-        seqlen_k=facts.s_kv,
+        seqlen_k=facts.kv_capacity,
         head_dim_qk=facts.d_qk,
         head_dim_v=facts.d_v,
         k_pages=facts.k.dim[0],

@@ -26,7 +26,7 @@ ROWS = {BF16: "frost_sdpa_fwd_decode_sm90", F16: "frost_sdpa_fwd_decode_sm90"}
 ROWS |= dict.fromkeys((E4M3, E5M2), "frost_sdpa_fwd_decode_sm90_fp8")
 GARBAGE = (-1, 2**31 - 1, -(2**31), 1 << 20, 0)
 NAN, INF = float("nan"), float("inf")
-_INTEGER = {1: torch.uint8, 2: torch.int16}
+_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _SCALES = {
     "descale_q": 0.5,
     "descale_k": 2.0,

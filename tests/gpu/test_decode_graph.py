@@ -119,14 +119,14 @@ def test_pages_before_the_window_are_never_read(dtype, page, handle):
 
 
 @KINDS
-@pytest.mark.parametrize("maximum", [None, 100], ids=["table", "declared"])
+@pytest.mark.parametrize("maximum", [None, 100, 5000], ids=["table", "declared", "beyond"])
 @pytest.mark.parametrize("length", [129, 5000, 2**31 - 1])
 def test_a_length_above_the_maximum_is_clamped(dtype, maximum, length, handle):
     """At what the table holds, or at the declared maximum where that is less."""
     form = Form(dtype, lengths=(100, 3, 64), capacity=128, maximum=maximum)
     problem = Decode(form, handle)
     problem.set_lengths((length, 3, length))
-    assert problem.live[0] == (maximum or 128)
+    assert problem.live[0] == min(maximum or 128, 128)
     problem.check()
 
 
@@ -183,6 +183,24 @@ def many_sequences(problem: Decode, lengths: torch.Tensor) -> tuple[torch.Tensor
     p = scores.softmax(-1).nan_to_num(0.0)
     v = sides[1].masked_fill(hidden[..., None], 0.0)
     return (p[..., None] * v).sum(2)[:, :, None], scores.logsumexp(-1)[:, :, None, None]
+
+
+@KINDS
+@pytest.mark.parametrize(("b", "heads"), [(45, (6, 3)), (100, (8, 8))], ids=["45x3", "100x8"])
+def test_nothing_is_written_behind_the_last_sequence(dtype, b, heads, handle):
+    """More sequences than thread blocks, in number no multiple of what a block takes."""
+    problem = Decode(Form(dtype, lengths=(33,) * b, heads=heads, capacity=128), handle)
+    problem.check()
+    guarded = {}
+    for name, tensor in (("o", problem.o_arena), ("stats", problem.stats)):
+        flat = torch.empty(2 * tensor.numel(), dtype=tensor.dtype, device="cuda")
+        as_integers(flat).fill_(0x5A)
+        guarded[name] = flat
+        problem.pack[problem.uid[name]] = flat
+    for index, space in spaces(problem).items():
+        problem.graph.execute_plan_at_index(problem.pack, space, index, handle)
+        for name, flat in guarded.items():
+            assert bool((as_integers(flat)[flat.numel() // 2 :] == 0x5A).all()), name
 
 
 # ---- layouts

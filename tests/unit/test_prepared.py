@@ -265,7 +265,7 @@ def test_an_operand_that_is_null(paged, name):
 
 
 @pytest.mark.parametrize(
-    "name", [slot for slot in SLOTS if slot not in ["q", "k", "v", "o", "stats"]]
+    "name", [slot for slot in SLOTS if slot not in ("q", "k", "v", "o", "stats")]
 )
 def test_an_operand_of_another_plan(dense, name):
     refused(

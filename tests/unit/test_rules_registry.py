@@ -236,6 +236,32 @@ def test_a_launch_agrees_with_the_declared_operands(declared):
         _as_lowered(declared, launch)
 
 
+@pytest.mark.parametrize(
+    ("paged", "s_kv", "keys"),
+    [
+        ({}, 256, 256),
+        ({}, 100, 100),
+        ({}, 4096, 256),
+        ({"page_size_v": 64, "v_pages": 3}, 256, 192),
+        ({"page_size_v": 64, "v_pages": 4}, 4096, 256),
+    ],
+    ids=["table", "declared", "beyond", "v_shorter", "v_equal"],
+)
+def test_a_decode_kernel_reads_no_key_that_a_table_cannot_hold(paged, s_kv, keys):
+    """Whatever maximum is declared, and whichever side's table is the shorter."""
+    size_v, pages_v = paged.get("page_size_v", 16), paged.get("v_pages", 16)
+    k = samples.operand("k", (64, 2, 16, 128), DType.BFLOAT16)
+    v = samples.operand("v", (64, 2, size_v, 128), DType.BFLOAT16)
+    v_table = samples.operand("v_table", (2, 1, pages_v, 1), DType.INT32)
+    tables = samples.paging(page_size_v=size_v, v_table=v_table)
+    declared = facts(s=(1, s_kv), k=k, v=v, paging=tables, seq_len_kv=samples.lengths("kv"))
+    assert declared.kv_capacity == keys
+    (decode,) = (row for row in ROWS if row.name == "frost_sdpa_fwd_decode_sm90")
+    knobs = knobs_from_names(decode, {"STAGES": 3, "STREAM_K": 1, "TILE_M": 64, "TILE_N": 128})
+    extents = lower(decode, declared, knobs, HOPPER).constants[0]
+    assert extents.seqlen_k == keys
+
+
 def test_the_agreement_is_checked_on_real_launches():
     launches = list(_launches(facts()))
     assert launches

@@ -44,6 +44,13 @@ class Place(NamedTuple):
     tile: Int32
 
 
+class Share(NamedTuple):
+    """Consecutive blocks: the first, and how many."""
+
+    start: Place
+    length: Int32
+
+
 @dataclass(frozen=True)
 class Lengths:
     """One side's lengths: `words` are 32-bit words, `width` from one integer to the next.
@@ -117,7 +124,7 @@ class Sequences:
         """By a whole warp."""
         lane = cute.arch.lane_idx()
         total = Int32(0)
-        for first in cutlass.range(0, self.batch, _WARP, unroll=1):
+        for first in cutlass.range(0, self.batch, _WARP, unroll=4):
             total += self._tiles(first + lane)
         return cute.arch.warp_reduction(total, _add)
 
@@ -126,7 +133,7 @@ class Sequences:
         """Blocks of all sequences before one; by a whole warp."""
         lane = cute.arch.lane_idx()
         total = Int32(0)
-        for first in cutlass.range(0, batch, _WARP, unroll=1):
+        for first in cutlass.range(0, batch, _WARP, unroll=4):
             index = first + lane
             total += self._tiles(index) if index < batch else Int32(0)
         return cute.arch.warp_reduction(total, _add)
@@ -136,7 +143,7 @@ class Sequences:
         """Where the block of that index is; by a whole warp."""
         lane = cute.arch.lane_idx()
         passed, sequences, base = Int32(0), Int32(0), Int32(0)
-        for first in cutlass.range(0, self.batch, _WARP, unroll=1):
+        for first in cutlass.range(0, self.batch, _WARP, unroll=4):
             end = self._tiles(first + lane)
             for i in cutlass.range_constexpr(5):
                 below = cute.arch.shuffle_sync_up(end, 1 << i, mask_and_clamp=0)
@@ -154,12 +161,23 @@ class Sequences:
         return Place(start, batch, head, tile)
 
     @cute.jit
-    def sequence_start(self, start: Int32) -> Place:
-        """The first block at or after that index with which a sequence's head starts."""
-        place = self.place(start)
+    def sequence_start(self, place: Place) -> Place:
+        """The first block from there on with which a sequence's head starts."""
         if place.tile > 0:
-            place = self.place(start + self.keys(place.batch).n_tiles - place.tile)
+            place = self.place(place.start + self.keys(place.batch).n_tiles - place.tile)
         return place
+
+    @cute.jit
+    def share(self, index: Int32, num_shares: Int32, divide: Int32) -> Share:
+        """An equal part of all blocks; without `divide`, rounded to whole sequences' heads."""
+        total = self.total_tiles()
+        length = cute.ceil_div(total, num_shares)
+        start = self.place(index * length)
+        end = cutlass.min((index + 1) * length, total)
+        if divide == 0:
+            start = self.sequence_start(start)
+            end = self.sequence_start(self.place(end)).start
+        return Share(start, cutlass.max(end - start.start, 0))
 
 
 def _add(a: Int32, b: Int32) -> Int32:

@@ -37,8 +37,6 @@ _REGISTERS = {
 }
 # addresses, loop state, softmax state and mask limits beside the tiles, per consumer thread
 _SCALAR_REGISTERS = 40
-# beside its accumulator, a product's operand and addresses
-_PRODUCT_REGISTERS = 30
 
 
 class DecodePointers(NamedTuple):
@@ -243,10 +241,11 @@ class DecodeSm90Config:
         if self.o_dtype is not wanted:
             return _decline("o_dtype", self.o_dtype, str(wanted))
         step = 32 if self.is_fp8 else 16
-        for name in ("head_dim_qk", "head_dim_v"):
-            extent = getattr(self, name)
-            if not (64 <= extent <= 256 and extent % step == 0):
-                return _decline(name, extent, f"a multiple of {step} from 64 to 256")
+        if not (64 <= self.head_dim_qk <= 256 and self.head_dim_qk % step == 0):
+            return _decline("head_dim_qk", self.head_dim_qk, f"a multiple of {step} from 64 to 256")
+        # a warp's lanes, and a warpgroup's threads, share a row of V evenly
+        if self.head_dim_v not in (64, 128, 256):
+            return _decline("head_dim_v", self.head_dim_v, "64, 128 or 256")
         if self.tile_m not in (WARPGROUP_ROWS * count for count in (1, 2)):
             return _decline("tile_m", self.tile_m, "64 or 128")
         if self.page_box not in PAGE_BOXES:
@@ -261,15 +260,6 @@ class DecodeSm90Config:
                 "registers",
                 f"{self.tile_registers()} for tiles and {_SCALAR_REGISTERS} beside them",
                 f"{consumer} a thread with {self.num_consumers} consumer warpgroups",
-            )
-        # the compiler holds one instruction to what a thread has before redistribution
-        accumulator = WARPGROUP_ROWS * self.head_dim_v // WARPGROUP_THREADS
-        share = KNOWN_TARGETS["sm90"].registers_per_sm // self.num_threads
-        if accumulator + _PRODUCT_REGISTERS > share:
-            return _decline(
-                "registers",
-                f"{accumulator + _PRODUCT_REGISTERS} for a product with V",
-                f"{share} a thread with {self.num_threads} threads",
             )
         limit = KNOWN_TARGETS["sm90"].smem_per_block
         if self.smem_bytes() > limit:

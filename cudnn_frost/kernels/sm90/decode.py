@@ -437,15 +437,8 @@ class DecodeSm90:
         """This thread block's part of the line of all blocks of keys; by whole warps."""
         m_block, chunk_idx, _ = cute.arch.block_idx()
         sequences = problem.sequences(self.tile_n)
-        chunk = cute.ceil_div(sequences.total_tiles(), problem.num_chunks)
-        start = sequences.place(chunk_idx * chunk)
-        remaining = cutlass.min(sequences.total_tiles() - start.start, chunk)
-        if divide == 0:
-            start = sequences.sequence_start(chunk_idx * chunk)
-            remaining = sequences.sequence_start((chunk_idx + 1) * chunk).start - start.start
-        if start.batch >= problem.extents.batch:
-            remaining = Int32(0)
-        walk = Walk(start.batch, start.head, start.tile, remaining)
+        start, length = sequences.share(chunk_idx, problem.num_chunks, divide)
+        walk = Walk(start.batch, start.head, start.tile, length)
         return Work(sequences, walk, m_block, problem.group(), self.config.tile_m)
 
     # the loading role
@@ -581,6 +574,8 @@ class DecodeSm90:
                     span.keys.end - first_key,
                 )
                 cute.arch.fence_view_async_shared()
+                # one lane releases for its warp
+                cute.arch.sync_warp()
                 pipes.v.consumer_release(v_state)
                 pipes.values.producer_commit(out_state)
                 v_state.advance()
