@@ -202,13 +202,14 @@ def compile_(
     if not wanted:
         typer.echo(f"no kernel to compile for {machine.name}", err=True)
         raise typer.Exit(NOBODY)
-    missing = [job for job in wanted if not kernels.is_kept(job)]
+    missing = [job for job in wanted if not kernels.is_kept(job.key)]
     failed = kernels.compile_all(missing, min(jobs, len(missing))) if missing else []
-    for failure in failed:
+    without_launcher = kernels.make_launcher()
+    for failure in filter(None, [*failed, without_launcher]):
         typer.echo(failure, err=True)
     kept, made = len(wanted) - len(missing), len(missing) - len(failed)
     typer.echo(f"{cache.directory()}: {made} compiled, {kept} kept before, {len(failed)} failed")
-    if failed:
+    if failed or without_launcher:
         raise typer.Exit(1)
 
 

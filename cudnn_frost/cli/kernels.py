@@ -20,6 +20,7 @@ from ..analyzer.files import SourceError
 from ..engines import ROWS, Row
 from ..heuristics.assemble import PlanEntry
 from ..runtime import cache
+from ..runtime.launcher import launcher, launcher_key
 from ..runtime.lower import lower
 from ..runtime.store import CompileKey, DamagedEntry, Entry, entries
 from ..vocab import Target
@@ -91,7 +92,7 @@ def _compile(job: Job) -> str:
     handler.emit = lambda entry: warnings.append(entry.getMessage())  # type: ignore
     logging.getLogger("cudnn_frost").addHandler(handler)
     cache.entry_of(job.kernel, job.config, job.config.signature())
-    return "" if is_kept(job) else "; ".join(warnings)
+    return "" if is_kept(job.key) else "; ".join(warnings)
 
 
 def compile_all(jobs: list[Job], processes: int) -> list[str]:
@@ -113,10 +114,19 @@ def _progress(done: Iterator[Any], total: int) -> Iterator[Any]:
         yield from bar.track(done, total=total)
 
 
-def is_kept(job: Job) -> bool:
-    """Whether the cache holds a job's kernel whole."""
+def make_launcher() -> str:
+    """Keep the launcher too; why it could not be made, or nothing."""
     try:
-        Entry.of(cache.directory(), job.key).checked_key()
+        launcher()
+    except NotImplementedError as error:
+        return str(error)
+    return ""
+
+
+def is_kept(key: CompileKey) -> bool:
+    """Whether the cache holds an entry whole."""
+    try:
+        Entry.of(cache.directory(), key).checked_key()
     except DamagedEntry:
         return False
     return True
@@ -169,7 +179,8 @@ def _state(entry: Entry) -> tuple[str, CompileKey | None]:
         key = entry.checked_key()
     except DamagedEntry as error:
         return str(error), None
-    return (CURRENT if key.fingerprint == cache.fingerprint() else "of other sources"), key
+    is_current = key == launcher_key() or key.fingerprint == cache.fingerprint()
+    return (CURRENT if is_current else "of other sources"), key
 
 
 def _age(entry: Entry) -> str:

@@ -44,7 +44,10 @@ def bind_mapping(pack: Mapping[Any, Any], names: Names, auto: Mapping[int, Any])
         elif kind is str:
             bound[names.resolve(key)] = data
         elif key is not None:
-            bound[key.uid if hasattr(key, "uid") else key.get_uid()] = data
+            try:
+                bound[key.uid] = data
+            except AttributeError:
+                bound[key.get_uid()] = data
     return bound
 
 

@@ -77,13 +77,16 @@ class Slot:
     operand: Operand
     align: int = 1
     device: int | None = None
+    uid: int = field(init=False)
     required_bytes: int = field(init=False)
-    # the last geometry that passed: steady state compares instead of checking again
-    _passed: tuple[Any, ...] | None = field(default=None, init=False, repr=False)
+    # the last tensor that passed: its class and geometry; steady state compares instead of checking
+    _kind: type | None = field(default=None, init=False, repr=False)
+    _passed: tuple[Any, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         # a packed operand's extent is known to its offsets alone
         operand = self.operand
+        self.uid = operand.uid
         packed = operand.ragged is not None
         span = 0 if packed else span_elements(operand.dim, operand.stride)
         self.required_bytes = span * operand.dtype.bytes
@@ -97,18 +100,23 @@ class Slot:
 
     def address(self, data: Any) -> int:
         """The checked address of a bound buffer; ValueError names the tensor and what is wrong."""
-        if type(data) is int:
+        kind = type(data)
+        if kind is int:
             pointer = data
-        else:
-            data = as_strided_source(data)
-            geometry = (data.dtype, data.shape, data.stride(), data.device)
-            if geometry != self._passed:
-                self._check(data)
-                self._passed = geometry
+        elif kind is self._kind and _geometry(data) == self._passed:
             pointer = data.data_ptr()
+        else:
+            pointer = self._first_address(data)
         if pointer % self.align:
             raise ValueError(f"{self.label}: address {pointer:#x} is not {self.align}-byte aligned")
         return pointer
+
+    def _first_address(self, data: Any) -> int:
+        source = as_strided_source(data)
+        self._check(source)
+        if source is data:
+            self._passed, self._kind = _geometry(data), type(data)
+        return source.data_ptr()
 
     def _check(self, data: Any) -> None:
         operand = self.operand
@@ -142,6 +150,10 @@ class Slot:
             raise ValueError(
                 f"{self.label}: bound with strides {list(stride)}, declared {list(operand.stride)}"
             )
+
+
+def _geometry(data: Any) -> tuple[Any, ...]:
+    return data.shape, data.stride(), data.dtype, data.device
 
 
 def missing(slot: Slot) -> ValueError:

@@ -12,23 +12,14 @@ heard of. `include/cudnn_frost/launch.h` says the same to C++ and is written by 
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
-import shutil
-import subprocess
-import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ..vocab import DType
-from . import cache
 from .buffers import Slot
-from .device import installed_versions
+from .launcher import launcher
 from .plan import WORKSPACE_ALIGNMENT, KernelPlan
-from .store import CompileKey
 
 SCHEMA_VERSION = 1
 """Rises whenever a frame's layout or the meaning of a slot changes; never reused."""
@@ -79,9 +70,6 @@ FEATURES: dict[str, tuple[int, tuple[str, ...]]] = {
     "bias": (1 << 8, ("bias",)),
 }
 """Feature -> its bit, and the slots of which a plan with the feature uses some."""
-
-_SOURCE = Path(__file__).parent / "native" / "launch.cc"
-_HEADER = Path(__file__).parent.parent / "include" / "cudnn_frost" / "launch.h"
 
 
 class CannotPrepare(Exception):
@@ -172,7 +160,7 @@ def prepare(plan: Any, device: int) -> PreparedLaunch:
         features,
         device,
     )
-    frame, ordered = _launcher()(
+    frame, ordered = launcher().get_function("prepare")(
         plan.entry,
         plan.constants,
         [used[path].label if path in used else f"slot {path}" for path in SLOTS],
@@ -205,51 +193,6 @@ def _described(slot: Slot) -> LaunchSlot:
     return LaunchSlot(
         slot.path, operand.uid, operand.name, operand.dtype, slot.align, slot.required_bytes
     )
-
-
-@functools.cache
-def _launcher() -> Any:
-    """`prepare` of native/launch.cc, compiled once for a cache directory."""
-    version = installed_versions().get("apache-tvm-ffi")
-    digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()
-    key = CompileKey("launch", f"launch(schema={SCHEMA_VERSION})", "", f"{version},{digest}")
-    scratch = tempfile.TemporaryDirectory(prefix="cudnn_frost_")
-    path = Path(scratch.name) / "launch.so"
-    try:
-        return cache.kept(
-            key, lambda: _built(path), lambda _, kept: _copy(path, kept), _prepare_function
-        )
-    finally:
-        # a loaded library outlives its file
-        scratch.cleanup()
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-
-
-def _built(path: Path) -> Any:
-    from tvm_ffi import libinfo
-
-    includes = [f"-I{folder}" for folder in libinfo.include_paths()]
-    compiler = os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", *includes]
-    command += ["-o", str(path), str(_SOURCE)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True)
-    except OSError as error:
-        raise NotImplementedError(
-            f"a prepared launch needs a C++ compiler once ($CXX, else c++): {error}"
-        ) from None
-    if done.returncode != 0:
-        raise NotImplementedError(f"{' '.join(command)} failed:\n{done.stderr}")
-    return _prepare_function(path)
-
-
-def _prepare_function(path: Path) -> Any:
-    import tvm_ffi
-
-    return tvm_ffi.load_module(os.fspath(path)).get_function("prepare")
 
 
 def header() -> str:

@@ -485,13 +485,12 @@ class Case(NamedTuple):
     band: Band
 
 
-def walk_spans():
-    """A host function that walks a thread block's share and writes every `Span` of it."""
+def serial_sequences():
+    """`Sequences` for a host function."""
     import cutlass
     from cutlass import Int32, cute
 
-    from cudnn_frost.kernels.common.sequences import Lengths, Place, Sequences
-    from cudnn_frost.kernels.sm90.decode import Walk, Work
+    from cudnn_frost.kernels.common.sequences import Place, Sequences
 
     class Serial(Sequences):
         """The two scans that take a whole warp, by one thread."""
@@ -515,6 +514,18 @@ def walk_spans():
                 head, tile = (start - passed) // n_tiles, (start - passed) % n_tiles
             return Place(start, batch, head, tile)
 
+    return Serial
+
+
+def walk_spans():
+    """A host function that walks a thread block's share and writes every `Span` of it."""
+    import cutlass
+    from cutlass import Int32, cute
+
+    from cudnn_frost.kernels.common.sequences import Lengths
+    from cudnn_frost.kernels.sm90.decode import Walk, Work
+
+    Serial = serial_sequences()
     HostBand, HostSides = device_type(Band), device_type(Sides)
     HostChunk = device_type(Chunk)
 

@@ -23,7 +23,7 @@ from cudnn_frost.analyzer.facts import Scale
 from cudnn_frost.engines import ROWS
 from cudnn_frost.heuristics.assemble import PlanEntry
 from cudnn_frost.heuristics.propose import knobs_from_names
-from cudnn_frost.runtime import cache, prepared
+from cudnn_frost.runtime import cache, launcher, prepared
 from cudnn_frost.runtime.build import build_plan
 from cudnn_frost.runtime.plan import WORKSPACE_ALIGNMENT, ReferencePlan
 from cudnn_frost.runtime.prepared import FEATURES, SCHEMA_VERSION, SLOTS, CannotPrepare, prepare
@@ -393,7 +393,7 @@ def test_a_backend_plan_cannot_be_prepared(played):
 def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path, dense):
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "empty"))
     monkeypatch.setenv("CXX", str(tmp_path / "nobody"))
-    prepared._launcher.cache_clear()
+    launcher.launcher.cache_clear()
     with pytest.raises(NotImplementedError, match=r"needs a C\+\+ compiler"):
         prepare(dense.plan, NO_DEVICE)
     monkeypatch.setenv("CXX", "false")

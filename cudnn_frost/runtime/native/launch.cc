@@ -1,12 +1,21 @@
-// A plan's launch without Python: checks an argument frame, orders the addresses as the kernel
-// wants them, calls the kernel's compiled entry. What a frame holds is said in prepared.py, which
-// makes a Launch from a plan; callers in C++ find the same in cudnn_frost/launch.h.
+// Launches of a plan without Python.
+//
+// Prepared launches check an argument frame, order its addresses as the kernel wants them and call
+// the kernel's compiled entry. What a frame holds is said in prepared.py; callers in C++ find the
+// same in cudnn_frost/launch.h.
+//
+// Recognizing launches are the steady state of `execute`: they launch when every buffer looks as
+// one that Python's checks have passed, and otherwise leave the call to those checks.
 #include <dlfcn.h>
 #include <tvm/ffi/container/array.h>
+#include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/function.h>
 #include <tvm/ffi/string.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -26,10 +35,26 @@ struct Slot {
   int64_t alignment;   // bytes
 };
 
-// The kernel's address list: for each place a frame slot, or kAbsent for an absent operand.
-struct Plan {
+// A compiled kernel and what never changes about its call: entry(addresses, constants..., stream).
+struct Kernel {
   Function entry;
   std::vector<Any> constants;
+
+  void Enqueue(const std::vector<Any>& addresses, int64_t stream) const {
+    const Array<Any> pointers(addresses.begin(), addresses.end());
+    std::vector<AnyView> call;
+    call.reserve(constants.size() + 2);
+    call.emplace_back(pointers);
+    call.insert(call.end(), constants.begin(), constants.end());
+    call.emplace_back(stream);
+    Any ignored;
+    entry.CallPacked(call.data(), static_cast<int32_t>(call.size()), &ignored);
+  }
+};
+
+// order: for each of the kernel's addresses the slot of the frame, or kAbsent.
+struct Plan {
+  Kernel kernel;
   std::vector<Slot> slots;
   std::vector<int64_t> order;
   int64_t workspace_place;
@@ -95,14 +120,7 @@ void Launch(const Plan& plan, const std::vector<int64_t>& bound, int64_t workspa
     if (plan.order[place] != kAbsent) addresses[place] = bound[plan.order[place]];
   }
   if (plan.workspace_place != kAbsent) addresses[plan.workspace_place] = workspace;
-  const Array<Any> pointers(addresses.begin(), addresses.end());
-  std::vector<AnyView> call;
-  call.reserve(plan.constants.size() + 2);
-  call.emplace_back(pointers);
-  call.insert(call.end(), plan.constants.begin(), plan.constants.end());
-  call.emplace_back(stream);
-  Any ignored;
-  plan.entry.CallPacked(call.data(), static_cast<int32_t>(call.size()), &ignored);
+  plan.kernel.Enqueue(addresses, stream);
 }
 
 // (version, known features, every slot of the version, workspace, its bytes, stream)
@@ -163,8 +181,7 @@ struct OrderedLaunch {
 Array<Function> Prepare(Function entry, Array<Any> constants, Array<String> labels,
                         Array<int64_t> alignments, Array<int64_t> order, Array<int64_t> numbers) {
   Plan plan;
-  plan.entry = entry;
-  plan.constants = {constants.begin(), constants.end()};
+  plan.kernel = {entry, {constants.begin(), constants.end()}};
   plan.order = {order.begin(), order.end()};
   plan.workspace_place = numbers[0];
   plan.workspace_bytes = numbers[1];
@@ -182,6 +199,89 @@ Array<Function> Prepare(Function entry, Array<Any> constants, Array<String> labe
           Function::FromPacked(OrderedLaunch{plan, places})};
 }
 
+// What a tensor looks like, its address aside.
+struct Geometry {
+  DLDataType dtype;
+  DLDevice device;
+  std::vector<int64_t> extents;  // shape, then strides where the tensor states them
+
+  explicit Geometry(const DLTensor& x) : dtype(x.dtype), device(x.device) {
+    extents.assign(x.shape, x.shape + x.ndim);
+    if (x.strides) extents.insert(extents.end(), x.strides, x.strides + x.ndim);
+  }
+
+  bool IsOf(const DLTensor& x) const {
+    const size_t stated = static_cast<size_t>(x.ndim) * (x.strides ? 2 : 1);
+    return dtype.code == x.dtype.code && dtype.bits == x.dtype.bits &&
+           dtype.lanes == x.dtype.lanes && device.device_type == x.device.device_type &&
+           device.device_id == x.device.device_id && extents.size() == stated &&
+           std::equal(x.shape, x.shape + x.ndim, extents.begin()) &&
+           (!x.strides ||
+            std::equal(x.strides, x.strides + x.ndim, extents.begin() + x.ndim));
+  }
+};
+
+// Of each buffer of a call; none for one that was an address.
+using Passed = std::vector<std::optional<Geometry>>;
+
+struct Recognized {
+  Kernel kernel;
+  std::vector<int64_t> places;      // the kernel's address that each buffer is
+  std::vector<int64_t> alignments;  // of each buffer, bytes
+  size_t num_addresses;
+  // swapped whole, so that threads share it
+  std::shared_ptr<const Passed> passed = std::make_shared<const Passed>();
+
+  // (buffers..., stream): launches and answers true, or false when a buffer was never passed
+  bool Launch(const AnyView* args, int32_t count) const {
+    const auto known = std::atomic_load(&passed);
+    if (known->size() != places.size() || count != static_cast<int32_t>(places.size()) + 1) {
+      return false;
+    }
+    std::vector<Any> addresses(num_addresses, Any(int64_t{0}));
+    for (size_t i = 0; i < places.size(); ++i) {
+      int64_t address = 0;
+      if (auto tensor = args[i].try_cast<DLTensor*>()) {
+        if (!(*known)[i] || !(*known)[i]->IsOf(**tensor)) return false;
+        address = reinterpret_cast<int64_t>((*tensor)->data) +
+                  static_cast<int64_t>((*tensor)->byte_offset);
+      } else if (auto number = args[i].try_cast<int64_t>()) {
+        address = *number;
+      }
+      if (address == 0 || address % alignments[i]) return false;
+      addresses[places[i]] = address;
+    }
+    kernel.Enqueue(addresses, Address(args[count - 1], "stream"));
+    return true;
+  }
+
+  void Remember(const AnyView* args, int32_t count) {
+    Passed found;
+    for (int32_t i = 0; i < count; ++i) {
+      auto tensor = args[i].try_cast<DLTensor*>();
+      found.push_back(tensor ? std::optional<Geometry>(**tensor) : std::nullopt);
+    }
+    std::atomic_store(&passed, std::make_shared<const Passed>(std::move(found)));
+  }
+};
+
+// The launching function and the one that is told of a call that passed.
+Array<Function> Recognize(Function entry, Array<Any> constants, Array<int64_t> places,
+                          Array<int64_t> alignments, int64_t num_addresses) {
+  auto shared = std::make_shared<Recognized>();
+  shared->kernel = {entry, {constants.begin(), constants.end()}};
+  shared->places = {places.begin(), places.end()};
+  shared->alignments = {alignments.begin(), alignments.end()};
+  shared->num_addresses = static_cast<size_t>(num_addresses);
+  return {Function::FromPacked([shared](const AnyView* args, int32_t count, Any* launched) {
+            *launched = shared->Launch(args, count);
+          }),
+          Function::FromPacked([shared](const AnyView* args, int32_t count, Any*) {
+            shared->Remember(args, count);
+          })};
+}
+
 }  // namespace
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(prepare, Prepare)
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(recognize, Recognize)
