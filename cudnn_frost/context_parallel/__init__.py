@@ -8,13 +8,14 @@ their Stats) put it to work on a `Sharding`.
 from __future__ import annotations
 
 from .parallel import all_to_all_attention, merge, ring_attention
-from .provider import MODE_VARIABLE, ForwardProvider, Mode
+from .provider import MODE_VARIABLE, ForwardProvider, Mode, PackedSequences
 from .sharding import Sharding
 
 __all__ = [
     "MODE_VARIABLE",
     "ForwardProvider",
     "Mode",
+    "PackedSequences",
     "Sharding",
     "all_to_all_attention",
     "merge",

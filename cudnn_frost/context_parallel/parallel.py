@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .provider import ForwardProvider, Mode
+from .provider import ForwardProvider, Mode, PackedSequences
 from .sharding import Sharding, cu_seqlens, gather_index, half_index, scatter_index
 
 Partial = tuple[torch.Tensor, torch.Tensor]
@@ -43,10 +43,9 @@ def all_to_all_attention(
     tokens = [sharding.tokens_of(r) for r in range(ranks)]
     to_sequence = scatter_index(sharding, q.device)
     q, k, v = (_heads_for_tokens(x, tokens, rank, group)[to_sequence] for x in (q, k, v))
-    most, cu = max(sharding.lengths), cu_seqlens(sharding.lengths, q.device)
-    result = provider.forward(
-        q, k, v, cu, cu, max(most, 1), max(most, 1), scale=scale, causal=causal
-    )
+    most, cu = max(1, *sharding.lengths), cu_seqlens(sharding.lengths, q.device)
+    sequences = PackedSequences(cu, cu, most, most)
+    result = provider.forward(q, k, v, sequences, scale=scale, causal=causal)
     assert result is not None
     to_ranks = gather_index(sharding, q.device)
     o, stats = (_tokens_for_heads(x[to_ranks], tokens, rank, group) for x in result)
@@ -130,17 +129,9 @@ class _Step:
             return
         q = q if rows is None else q[rows]
         k, v = (x if keys is None else x[keys] for x in (k, v))
-        part = provider.forward(
-            q,
-            k,
-            v,
-            cu_seqlens(live, q.device),
-            cu_seqlens(kv_lengths, q.device),
-            max(live),
-            max(kv_lengths),
-            scale=scale,
-            causal=self.causal,
-        )
+        cu_q, cu_kv = (cu_seqlens(lengths, q.device) for lengths in (live, kv_lengths))
+        sequences = PackedSequences(cu_q, cu_kv, max(live), max(kv_lengths))
+        part = provider.forward(q, k, v, sequences, scale=scale, causal=self.causal)
         assert part is not None
         if rows is None:
             merged = merge(o, stats, part)

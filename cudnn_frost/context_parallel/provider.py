@@ -7,7 +7,7 @@ import os
 import threading
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import cudnn
 import torch
@@ -40,6 +40,19 @@ class Mode(str, Enum):
         except ValueError:
             known = ", ".join(mode.value for mode in cls)
             raise ValueError(f"mode: must be one of {known}, got {name!r}") from None
+
+
+class PackedSequences(NamedTuple):
+    """Where the sequences of packed tensors are.
+
+    cu_seqlens_q, cu_seqlens_kv: (B + 1,) int32 prefix sums with a leading 0, on the tensors'
+    device. max_seqlen_q, max_seqlen_kv: no sequence is longer.
+    """
+
+    cu_seqlens_q: torch.Tensor
+    cu_seqlens_kv: torch.Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
 
 
 @dataclass(frozen=True)
@@ -83,10 +96,7 @@ class ForwardProvider:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        cu_seqlens_q: torch.Tensor,
-        cu_seqlens_kv: torch.Tensor,
-        max_seqlen_q: int,
-        max_seqlen_kv: int,
+        sequences: PackedSequences,
         *,
         scale: float | None = None,
         causal: bool = True,
@@ -98,8 +108,7 @@ class ForwardProvider:
         """O (T_q, H_q, D_v) and Stats (T_q, H_q), fp32, natural log; None when the mode is off.
 
         q (T_q, H_q, D_qk), k (T_kv, H_kv, D_qk), v (T_kv, H_kv, D_v): f16 or bf16, compact: the
-        tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1]. cu_seqlens_*: (B + 1,)
-        int32 on the tensors' device. max_seqlen_*: no sequence is longer. scale: default
+        tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1]. scale: default
         D_qk ** -0.5. causal: row i of a sequence sees keys j <= i; otherwise all.
         origins: for callers whose layout states where each operand's sequences begin, name among
         q, k, v, o, stats -> (B + 1,) int32 rows; they must equal cu_seqlens. out, stats: written
@@ -114,14 +123,14 @@ class ForwardProvider:
         if self.mode is Mode.OFF:
             return None
         refuse_other(other)
-        declared = _declare(q, k, v, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+        declared = _declare(q, k, v, sequences)
         scale = q.shape[2] ** -0.5 if scale is None else float(scale)
         declaration = Declaration(**declared, causal=causal, scale=scale)
         out = _output("out", out, (*q.shape[:2], v.shape[2]), q.dtype, q.device, (q, k, v))
         used = (q, k, v, out)
         stats = _output("stats", stats, tuple(q.shape[:2]), torch.float32, q.device, used)
-        _assert_compact(q, k, cu_seqlens_q, cu_seqlens_kv, declaration, origins or {})
-        buffers = dict(zip(_UIDS, (q, k, v, out, stats, cu_seqlens_q, cu_seqlens_kv), strict=True))
+        _assert_compact(q, k, sequences, origins or {})
+        buffers = dict(zip(_UIDS, (q, k, v, out, stats, *sequences[:2]), strict=True))
         if q.shape[0]:
             self._run(self._plan(declaration), buffers)
         return out, stats
@@ -166,11 +175,9 @@ def _declare(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_kv: torch.Tensor,
-    max_q: int,
-    max_kv: int,
+    sequences: PackedSequences,
 ) -> dict[str, Any]:
+    cu_q, cu_kv, max_q, max_kv = sequences
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 3:
             raise ValueError(f"{name}: must be (tokens, heads, head_dim), got {list(x.shape)}")
@@ -245,15 +252,14 @@ def _range(x: torch.Tensor) -> tuple[int, int]:
 def _assert_compact(
     q: torch.Tensor,
     k: torch.Tensor,
-    cu_q: torch.Tensor,
-    cu_kv: torch.Tensor,
-    declaration: Declaration,
+    sequences: PackedSequences,
     origins: dict[str, torch.Tensor],
 ) -> None:
     """On the device, without waiting for it; part of a graph that captures it."""
+    cu_q, cu_kv, max_q, max_kv = sequences
     sides = {
-        "cu_seqlens_q": (cu_q, q.shape[0], declaration.max_q),
-        "cu_seqlens_kv": (cu_kv, k.shape[0], declaration.max_kv),
+        "cu_seqlens_q": (cu_q, q.shape[0], max_q),
+        "cu_seqlens_kv": (cu_kv, k.shape[0], max_kv),
     }
     lengths = []
     for name, (cu, tokens, most) in sides.items():
