@@ -200,16 +200,18 @@ def compile_(
         plans = [(p, r.analysis.facts) for r in reports for p in r.proposals if p.row in rows]
         wanted = kernels.jobs_of_plans(plans, machine)
     if not wanted:
-        typer.echo(f"no kernel to compile for {machine.name}", err=True)
+        elsewhere = "" if machine.cc != (0, 0) else "; --target names another machine"
+        reasons = "; analyze says why, --row takes rows that are not qualified" if graph else ""
+        typer.echo(f"no kernel to compile for {machine.name}{elsewhere}{reasons}", err=True)
         raise typer.Exit(NOBODY)
     missing = [job for job in wanted if not kernels.is_kept(job.key)]
     failed = kernels.compile_all(missing, min(jobs, len(missing))) if missing else []
-    without_launcher = kernels.make_launcher()
-    for failure in filter(None, [*failed, without_launcher]):
-        typer.echo(failure, err=True)
     kept, made = len(wanted) - len(missing), len(missing) - len(failed)
+    failed += kernels.make_launcher()
+    for failure in failed:
+        typer.echo(failure, err=True)
     typer.echo(f"{cache.directory()}: {made} compiled, {kept} kept before, {len(failed)} failed")
-    if failed or without_launcher:
+    if failed:
         raise typer.Exit(1)
 
 
@@ -217,6 +219,6 @@ def main() -> None:
     """The console entry: bad input is one line on stderr and exit code 2, never a traceback."""
     try:
         app()
-    except SourceError as error:
+    except (SourceError, OSError) as error:
         typer.echo(f"cudnn-frost: {error}", err=True)
         raise SystemExit(UNUSABLE) from None

@@ -54,6 +54,8 @@ def rows_for(target: Target, names: Iterable[str]) -> list[Row]:
     ]
     names = tuple(names)
     for name in names:
+        if not name:
+            raise SourceError("--row", "", "is empty")
         if not any(name in row.name for row in built):
             known = ", ".join(row.name for row in built) or "none"
             raise SourceError(
@@ -114,13 +116,13 @@ def _progress(done: Iterator[Any], total: int) -> Iterator[Any]:
         yield from bar.track(done, total=total)
 
 
-def make_launcher() -> str:
-    """Keep the launcher too; why it could not be made, or nothing."""
+def make_launcher() -> list[str]:
+    """Keep the launcher too; why it could not be made, if so."""
     try:
         launcher()
     except NotImplementedError as error:
-        return str(error)
-    return ""
+        return [str(error)]
+    return []
 
 
 def is_kept(key: CompileKey) -> bool:
@@ -139,8 +141,7 @@ def list_(directory: Folder = None) -> None:
     typer.echo(str(folder))
     for entry in entries(folder):
         state, key = _state(entry)
-        size = f"{entry.bytes() / 1024:.0f} KiB"
-        typer.echo(f"{_age(entry):16}  {size:>8}  {state}{'  ' + key.config if key else ''}")
+        typer.echo(f"{_kept(entry):27}  {state}{'  ' + key.config if key else ''}")
 
 
 @cache_app.command()
@@ -183,7 +184,11 @@ def _state(entry: Entry) -> tuple[str, CompileKey | None]:
     return (CURRENT if is_current else "of other sources"), key
 
 
-def _age(entry: Entry) -> str:
-    if not entry.exists():
+def _kept(entry: Entry) -> str:
+    """Since when, and how large."""
+    try:
+        about = entry.library.stat()
+    except OSError:
         return "?"
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(entry.description.stat().st_mtime))
+    since = time.strftime("%Y-%m-%d %H:%M", time.localtime(about.st_mtime))
+    return f"{since}  {about.st_size / 1024:4.0f} KiB"

@@ -175,6 +175,8 @@ def _check(
         raise ValueError(f"sharding: is for {sharding.ranks} ranks, the group has {world}")
     rank = dist.get_rank(group)
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ValueError(f"{name}: must be (tokens, heads, head_dim), got {list(x.shape)}")
         if len(x) != sharding.tokens_of(rank):
             want = sharding.tokens_of(rank)
             raise ValueError(f"{name}: has {len(x)} tokens, rank {rank} holds {want}")

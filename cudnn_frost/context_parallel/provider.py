@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import threading
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class Mode(str, Enum):
     @classmethod
     def of(cls, given: Mode | str | None) -> Mode:
         """A mode by name, None = what `CUDNN_FROST_CONTEXT_PARALLEL` says, off without it."""
-        name = os.environ.get(MODE_VARIABLE, "off") if given is None else given
+        name = (os.environ.get(MODE_VARIABLE) or "off") if given is None else given
         try:
             return cls(name)
         except ValueError:
@@ -106,6 +107,7 @@ class ForwardProvider:
         **other: Any,
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """O (T_q, H_q, D_v) and Stats (T_q, H_q), fp32, natural log; None when the mode is off.
+        Neither carries a gradient.
 
         q (T_q, H_q, D_qk), k (T_kv, H_kv, D_qk), v (T_kv, H_kv, D_v): f16 or bf16, compact: the
         tokens of sequence b are rows cu_seqlens[b] to cu_seqlens[b + 1]. scale: default
@@ -125,6 +127,8 @@ class ForwardProvider:
         refuse_other(other)
         declared = _declare(q, k, v, sequences)
         scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+        if not math.isfinite(scale) or not isinstance(causal, bool):
+            raise ValueError(f"scale, causal: must be finite and a bool, got {scale}, {causal!r}")
         declaration = Declaration(**declared, causal=causal, scale=scale)
         out = _output("out", out, (*q.shape[:2], v.shape[2]), q.dtype, q.device, (q, k, v))
         used = (q, k, v, out)
@@ -178,8 +182,12 @@ def _declare(
     sequences: PackedSequences,
 ) -> dict[str, Any]:
     cu_q, cu_kv, max_q, max_kv = sequences
+    named = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv}
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: must be a torch.Tensor, got {type(x).__name__}")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 3:
+        if x.dim() != 3 or 0 in x.shape[1:]:
             raise ValueError(f"{name}: must be (tokens, heads, head_dim), got {list(x.shape)}")
         if x.dtype not in _TYPES or x.dtype is not q.dtype:
             want = "float16 or bfloat16" if name == "q" else f"{q.dtype} as q"
@@ -199,15 +207,15 @@ def _declare(
     if len(cu_q) != len(cu_kv):
         raise ValueError(f"cu_seqlens_kv: has {len(cu_kv)} entries, cu_seqlens_q {len(cu_q)}")
     for name, most in (("max_seqlen_q", max_q), ("max_seqlen_kv", max_kv)):
-        if most < 1:
-            raise ValueError(f"{name}: must be 1 or more, got {most}")
+        if not isinstance(most, int) or most < 1:
+            raise ValueError(f"{name}: must be an int of 1 or more, got {most!r}")
     return {
         "dtype": q.dtype,
         "heads": (q.shape[1], k.shape[1]),
         "head_dims": (q.shape[2], v.shape[2]),
         "batch": len(cu_q) - 1,
-        "max_q": int(max_q),
-        "max_kv": int(max_kv),
+        "max_q": max_q,
+        "max_kv": max_kv,
         "device": q.device,
     }
 
@@ -274,7 +282,11 @@ def _assert_compact(
         if name not in ("q", "k", "v", "o", "stats"):
             raise ValueError(f"origins: {name!r} is no operand")
         cu = cu_kv if name in ("k", "v") else cu_q
-        if origin.shape != cu.shape or origin.device != cu.device:
+        if (
+            not isinstance(origin, torch.Tensor)
+            or origin.shape != cu.shape
+            or origin.device != cu.device
+        ):
             raise ValueError(f"origins: {name} must be {list(cu.shape)} on {cu.device}")
         torch._assert_async((origin == cu).all(), f"origins: {name} is not compact")
 

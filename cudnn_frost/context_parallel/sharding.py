@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -25,7 +26,11 @@ class Sharding:
     balanced: bool = True
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", tuple(int(length) for length in self.lengths))
+        try:
+            object.__setattr__(self, "lengths", tuple(map(operator.index, self.lengths)))
+            object.__setattr__(self, "ranks", operator.index(self.ranks))
+        except TypeError as error:
+            raise TypeError(f"lengths, ranks: must be integers: {error}") from None
         if not self.lengths or min(self.lengths) < 0:
             raise ValueError(f"lengths: must be 0 or more each, got {list(self.lengths)}")
         if self.ranks < 1:

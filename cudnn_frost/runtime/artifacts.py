@@ -6,6 +6,7 @@ import ctypes
 import functools
 import importlib.util
 import os
+import shlex
 import subprocess
 import tempfile
 from collections.abc import Callable
@@ -25,7 +26,8 @@ def export(compiled: Any, path: str | os.PathLike[str]) -> None:
         object_file = os.path.join(folder, "kernel.o")
         compiled.export_to_c(object_file, _FUNCTION, export_only_tvm_ffi_symbols=True)
         # the runtime's symbols stay open: `load` brings them in
-        command = [os.environ.get("CC", "cc"), "-shared", "-o", os.fspath(path), object_file]
+        linker = shlex.split(os.environ.get("CC", "cc"))
+        command = [*linker, "-shared", "-o", os.fspath(path), object_file]
         linked = subprocess.run(command, capture_output=True, text=True)
     if linked.returncode != 0:
         raise RuntimeError(f"{' '.join(command)} failed:\n{linked.stderr}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -46,8 +47,8 @@ def _built(path: Path) -> Any:
     from tvm_ffi import libinfo
 
     includes = [f"-I{folder}" for folder in libinfo.include_paths()]
-    compiler = os.environ.get("CXX", "c++")
-    command = [compiler, "-std=c++17", "-O2", "-fPIC", "-shared", *includes]
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+    command = [*compiler, "-std=c++17", "-O2", "-fPIC", "-shared", *includes]
     command += ["-o", str(path), str(_SOURCE)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)

@@ -11,10 +11,13 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+_ENTRY_FILE = re.compile(r"([0-9a-f]{64})\.(?:so|json)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,11 @@ class Entry:
         return self.folder / f"{self.stem}.lock"
 
     def exists(self) -> bool:
-        return self.description.exists()
+        """False too where the folder cannot be looked into."""
+        try:
+            return self.description.exists()
+        except OSError:
+            return False
 
     def checked_key(self) -> CompileKey:
         """The key of an entry that is whole; DamagedEntry says what is wrong with it."""
@@ -99,9 +106,6 @@ class Entry:
         for path in (self.description, self.library, self.lock_file):
             path.unlink(missing_ok=True)
 
-    def bytes(self) -> int:
-        return self.library.stat().st_size if self.library.exists() else 0
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Held by one process at a time and released with it; OSError where no file can be made."""
@@ -112,6 +116,10 @@ class Entry:
 
 
 def entries(folder: Path) -> list[Entry]:
-    """Every entry of a directory, whole or damaged, in the order of their names."""
-    stems = {path.stem for end in ("so", "json", "lock") for path in folder.glob(f"*.{end}")}
-    return [Entry(folder, stem) for stem in sorted(stems)]
+    """Every entry of a directory, whole or damaged, in the order of their names; none where there
+    is no directory. Other files are not looked at. OSError when it cannot be read.
+    """
+    if not folder.exists():
+        return []
+    names = (_ENTRY_FILE.fullmatch(path.name) for path in folder.iterdir())
+    return [Entry(folder, stem) for stem in sorted({name[1] for name in names if name})]

@@ -78,6 +78,9 @@ def test_a_kernel_that_cannot_be_kept_is_a_failure(graph):
         (("--target", "cpu"), 3, "no kernel to compile for cpu"),
         (("--target", "sm100"), 3, "no kernel to compile for sm100"),
         (("--target", "sm90", "--row", "nobody"), 2, "nobody: --row: no row of sm90"),
+        (("--target", "sm90", "--row", ""), 2, "--row: is empty"),
+        (("--target", "cpu"), 3, "--target names another machine"),
+        ((str(DATA / "thd_prefill.json"), "--target", "sm90"), 3, "analyze says why"),
         (("--target", "sm91"), 2, "sm91"),
         (("absent.json", "--target", "sm90"), 2, "absent.json"),
         (("--jobs", "0"), 2, "jobs"),
@@ -124,3 +127,40 @@ def test_a_row_named_is_compiled_though_unqualified(kept, monkeypatch):
     assert (code == 3 and "no kernel to compile" in err) or row.qualified
     code, out, err = run_cache("compile", path, "--target", "sm90", "--row", "decode", kept=kept)
     assert code == 0 and "2 compiled" in out, err
+
+
+FOREIGN = ("package.json", "libfoo.so", "poetry.lock", f"{'a' * 63}.so", f"{'A' * 64}.json")
+
+
+def test_files_that_are_no_entries_are_left_alone(kept):
+    folder = Path(kept)
+    folder.mkdir()
+    (folder / "folder.json").mkdir()
+    for name in FOREIGN:
+        (folder / name).write_text("mine")
+    lone = folder / f"{'b' * 64}.lock"
+    lone.write_text("")
+    assert run_cache("cache", "verify", kept=kept)[:2] == (0, "0 of 0 kernels are whole\n")
+    for arguments in (("clear", "--stale"), ("clear",)):
+        assert run_cache("cache", *arguments, kept=kept)[0] == 0
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        [*FOREIGN, "folder.json", lone.name]
+    )
+
+
+@pytest.mark.parametrize("verb", ["list", "verify", "clear"])
+def test_a_directory_that_is_a_file_is_said(kept, verb):
+    Path(kept).write_text("")
+    code, _, err = run_cache("cache", verb, kept=kept)
+    assert code == 2 and kept in err
+
+
+@pytest.mark.parametrize("verb", ["list", "verify", "clear"])
+def test_a_directory_that_is_not_there_holds_nothing(kept, verb):
+    assert run_cache("cache", verb, kept=kept)[0] == 0
+
+
+def test_compilers_may_carry_options(graph, kept):
+    environment = {"CUDNN_FROST_CACHE_DIR": kept, "PATH": PATH, "CXX": "c++ -g0", "CC": "cc -s"}
+    code, out, err = run("compile", graph, "--target", "sm90", **environment)
+    assert code == 0 and "0 failed" in out, err

@@ -108,6 +108,12 @@ def test_a_sharding_that_cannot_be(arguments, said):
         Sharding(*arguments)
 
 
+@pytest.mark.parametrize("arguments", [("12", 2), ((3.7,), 2), (6, 2), ((6,), "2"), ((6,), 2.0)])
+def test_a_sharding_of_no_integers(arguments):
+    with pytest.raises(TypeError, match="lengths, ranks: must be integers"):
+        Sharding(*arguments)
+
+
 def test_a_shard_of_another_length_or_rank():
     sharding = Sharding((4, 5), 2)
     with pytest.raises(ValueError, match="tokens: has 8 rows, want 9"):
@@ -197,6 +203,8 @@ def test_the_environment_names_the_mode(name, monkeypatch):
 
 def test_it_is_off_unless_asked_for(monkeypatch):
     monkeypatch.delenv(MODE_VARIABLE, raising=False)
+    assert ForwardProvider().mode is Mode.OFF
+    monkeypatch.setenv(MODE_VARIABLE, "")
     assert ForwardProvider().mode is Mode.OFF
     assert Call().run(ForwardProvider()) is None
     with pytest.raises(ValueError, match="mode is off"):
@@ -332,7 +340,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "cu_wide": ({"cu_seqlens_kv": torch.zeros(4, dtype=torch.int64)}, "cu_seqlens_kv: must be"),
     "cu_rank": ({"cu_seqlens_q": ints(0)}, "cu_seqlens_q: must be"),
     "cu_batch": ({"cu_seqlens_kv": ints(0, 5, 14)}, "cu_seqlens_kv: has 3 entries"),
-    "max": ({"max_seqlen_kv": 0}, "max_seqlen_kv: must be 1 or more"),
+    "max": ({"max_seqlen_kv": 0}, "max_seqlen_kv: must be an int of 1 or more"),
+    "max_none": ({"max_seqlen_q": None}, "max_seqlen_q: must be an int of 1 or more"),
+    "no_width": ({"q": storage(14, 4, 0)}, "q: must be"),
+    "scale": ({"scale": float("nan")}, "scale, causal: must be finite"),
+    "causal": ({"causal": "no"}, "scale, causal: must be finite"),
     "out_shape": ({"out": storage(14, 4, 8)}, "out: must be"),
     "out_type": ({"out": torch.zeros(14, 4, 16)}, "out: must be"),
     "stats_type": ({"stats": torch.zeros(14, 4).half()}, "stats: must be torch.float32"),
@@ -346,6 +358,12 @@ def test_an_operand_that_cannot_be_used_is_named(name):
     changes, said = REFUSED[name]
     with pytest.raises(ValueError, match=said):
         Call().run(**changes)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv"])
+def test_an_operand_that_is_no_tensor_is_named(name):
+    with pytest.raises(TypeError, match=f"{name}: must be a torch.Tensor, got list"):
+        Call().run(**{name: [0, 5, 5, 14]})
 
 
 def test_outputs_that_overlap_an_operand_are_refused():
