@@ -674,7 +674,7 @@ class Graph:
         try:
             if plan is None:
                 raise CannotPrepare("the cuDNN backend launches it")
-            return prepare(plan, self._device())
+            return prepare(plan)
         except CannotPrepare as error:
             raise _unsupported(f"{self._name_of(entry)} cannot be prepared: {error}") from None
 

@@ -22,7 +22,7 @@ from ..heuristics.assemble import PlanEntry
 from ..runtime import cache
 from ..runtime.launcher import launcher, launcher_key
 from ..runtime.lower import lower
-from ..runtime.store import CompileKey, DamagedEntry, Entry, entries
+from ..runtime.store import CompileKey, DamagedEntry, Entry, entries, remove_scratch
 from ..vocab import Target
 
 cache_app = typer.Typer(help="The compiled kernels that are kept.", no_args_is_help=True)
@@ -92,8 +92,12 @@ def _compile(job: Job) -> str:
     warnings: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda entry: warnings.append(entry.getMessage())  # type: ignore
-    logging.getLogger("cudnn_frost").addHandler(handler)
-    cache.entry_of(job.kernel, job.config, job.config.signature())
+    logger = logging.getLogger("cudnn_frost")
+    logger.addHandler(handler)
+    try:
+        cache.entry_of(job.kernel, job.config, job.config.signature())
+    finally:
+        logger.removeHandler(handler)
     return "" if is_kept(job.key) else "; ".join(warnings)
 
 
@@ -164,10 +168,13 @@ def clear(
     directory: Folder = None,
 ) -> None:
     """Remove the kept kernels."""
-    found = entries(directory or cache.directory())
+    folder = directory or cache.directory()
+    found = entries(folder)
     removed = [entry for entry in found if not stale or _state(entry)[0] != CURRENT]
     for entry in removed:
         entry.remove()
+    if not stale:
+        remove_scratch(folder)
     typer.echo(f"removed {len(removed)} of {len(found)} kernels")
 
 

@@ -18,6 +18,7 @@ from pydantic import Field, field_validator
 
 from ..analyzer.files import SourceError
 from ..engines import ROWS, Capabilities, Row
+from ..runtime.cache import kernel_module
 from .tracker import Data, load
 
 _PACKAGE = Path(__file__).parent.parent
@@ -61,12 +62,6 @@ class QualificationRecord(Data):
         if missing:
             raise ValueError(f"no version of {', '.join(missing)}")
         return versions
-
-
-def kernel_module(family: str) -> str:
-    """The module of a kernel family: `prefill_sm90` is `cudnn_frost.kernels.sm90.prefill`."""
-    stem, _, arch = family.rpartition("_")
-    return f"{_KERNELS}.{arch}.{stem}"
 
 
 def sources(family: str, package: Path = _PACKAGE) -> dict[str, Path]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .provider import ForwardProvider, Mode, PackedSequences
-from .sharding import Sharding, cu_seqlens, gather_index, half_index, scatter_index
+from .sharding import Sharding
 
 Partial = tuple[torch.Tensor, torch.Tensor]
 
 
+@torch.no_grad()
 def all_to_all_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -41,17 +42,18 @@ def all_to_all_attention(
             raise ValueError(f"k: {h_kv} heads neither divide {ranks} ranks nor are a multiple")
         k, v = (x.repeat_interleave(ranks // h_kv, dim=1) for x in (k, v))
     tokens = [sharding.tokens_of(r) for r in range(ranks)]
-    to_sequence = scatter_index(sharding, q.device)
+    to_sequence = sharding.scatter_index(q.device)
     q, k, v = (_heads_for_tokens(x, tokens, rank, group)[to_sequence] for x in (q, k, v))
-    most, cu = max(1, *sharding.lengths), cu_seqlens(sharding.lengths, q.device)
+    most, cu = _bound(sharding.lengths), sharding.cu_seqlens(sharding.lengths, q.device)
     sequences = PackedSequences(cu, cu, most, most)
     result = provider.forward(q, k, v, sequences, scale=scale, causal=causal)
     assert result is not None
-    to_ranks = gather_index(sharding, q.device)
+    to_ranks = sharding.gather_index(q.device)
     o, stats = (_tokens_for_heads(x[to_ranks], tokens, rank, group) for x in result)
     return o, stats
 
 
+@torch.no_grad()
 def ring_attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -94,7 +96,8 @@ def merge(o: torch.Tensor, stats: torch.Tensor, more: Partial) -> Partial:
     # rows that no set holds a key for weigh nothing, not NaN
     shift = total.nan_to_num(neginf=0.0)
     kept, added = (torch.exp(x - shift)[..., None] for x in (stats, other_stats))
-    return o * kept + other_o.nan_to_num() * added, total
+    unseen = (other_stats == float("-inf"))[..., None]
+    return o * kept + other_o.masked_fill(unseen, 0.0) * added, total
 
 
 class _Step:
@@ -118,19 +121,22 @@ class _Step:
         """Merge this step's attention into O and Stats, in place."""
         q, k, v = qkv
         o, stats = into
-        rows, q_lengths = self._chosen(self.rank, self.q_half, q.device)
-        keys, kv_lengths = self._chosen(self.source, self.kv_half, q.device)
+        device, sharding = q.device, self.sharding
+        kv_lengths = sharding.held(self.source, self.kv_half)
         # a sequence without keys here has nothing to add
-        live = tuple(n if m else 0 for n, m in zip(q_lengths, kv_lengths, strict=True))
-        if live != q_lengths:
-            kept = _live_rows(q_lengths, live, q.device)
-            rows = kept if rows is None else rows[kept]
+        has_keys = tuple(length > 0 for length in kv_lengths)
+        live = tuple(
+            length if seen else 0
+            for length, seen in zip(sharding.held(self.rank, self.q_half), has_keys, strict=True)
+        )
+        rows = sharding.rows(self.rank, self.q_half, has_keys, device)
+        keys = sharding.rows(self.source, self.kv_half, None, device)
         if not sum(live):
             return
         q = q if rows is None else q[rows]
         k, v = (x if keys is None else x[keys] for x in (k, v))
-        cu_q, cu_kv = (cu_seqlens(lengths, q.device) for lengths in (live, kv_lengths))
-        sequences = PackedSequences(cu_q, cu_kv, max(live), max(kv_lengths))
+        cu_q, cu_kv = (sharding.cu_seqlens(lengths, device) for lengths in (live, kv_lengths))
+        sequences = PackedSequences(cu_q, cu_kv, _bound(live), _bound(kv_lengths))
         part = provider.forward(q, k, v, sequences, scale=scale, causal=self.causal)
         assert part is not None
         if rows is None:
@@ -140,23 +146,10 @@ class _Step:
         else:
             o[rows], stats[rows] = merge(o[rows], stats[rows], part)
 
-    def _chosen(
-        self, rank: int, half: int | None, device: torch.device
-    ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
-        """Rows of a rank's tensors, None = all, and how many of each sequence."""
-        if half is None:
-            return None, self.sharding.lengths_of(rank)
-        part = self.sharding.parts_of(rank)[half]
-        index = half_index(self.sharding, rank, half, device)
-        return index, self.sharding.part_lengths(part)
 
-
-def _live_rows(
-    lengths: tuple[int, ...], live: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
-    """Rows of packed sequences without those of sequences that are left out."""
-    mask = [bool(n) for n, length in zip(live, lengths, strict=True) for _ in range(length)]
-    return torch.tensor(mask, dtype=torch.bool, device=device).nonzero()[:, 0]
+def _bound(lengths: Iterable[int]) -> int:
+    """Of lengths, a power of two: batches of like lengths share plans."""
+    return 1 << (max(1, *lengths) - 1).bit_length()
 
 
 def _check(

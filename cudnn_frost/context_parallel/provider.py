@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ MODE_VARIABLE = "CUDNN_FROST_CONTEXT_PARALLEL"
 _TYPES = {torch.bfloat16: cudnn.data_type.BFLOAT16, torch.float16: cudnn.data_type.HALF}
 _UIDS = {name: uid for uid, name in enumerate(("q", "k", "v", "o", "stats", "cu_q", "cu_kv"), 1)}
 _ALIGNMENT = 16
+# kept by a provider; the oldest goes first
+_MOST_PLANS = 256
 
 
 class Mode(str, Enum):
@@ -136,7 +138,8 @@ class ForwardProvider:
         _assert_compact(q, k, sequences, origins or {})
         buffers = dict(zip(_UIDS, (q, k, v, out, stats, *sequences[:2]), strict=True))
         if q.shape[0]:
-            self._run(self._plan(declaration), buffers)
+            with _current(q.device):
+                self._run(self._plan(declaration), buffers)
         return out, stats
 
     def _plan(self, declaration: Declaration) -> _Plan:
@@ -146,6 +149,8 @@ class ForwardProvider:
             made = _make_plan(declaration, self.mode)
             with self._lock:
                 found = self._plans.setdefault(declaration, made)
+                while len(self._plans) > _MOST_PLANS:
+                    del self._plans[next(iter(self._plans))]
         return found
 
     @staticmethod
@@ -291,13 +296,25 @@ def _assert_compact(
         torch._assert_async((origin == cu).all(), f"origins: {name} is not compact")
 
 
-@functools.lru_cache
+_handles = threading.local()
+
+
 def _handle(device: torch.device) -> Any:
-    """A handle for a device; none for the CPU."""
+    """This thread's handle for the current device; none for the CPU.
+
+    A handle carries a stream, so threads cannot share one.
+    """
     if device.type != "cuda":
         return None
-    with torch.cuda.device(device):
-        return cudnn.create_handle()
+    kept = _handles.__dict__.setdefault("of_device", {})
+    if device not in kept:
+        kept[device] = cudnn.create_handle()
+    return kept[device]
+
+
+def _current(device: torch.device) -> AbstractContextManager[Any]:
+    """While it is entered, the device is the current one."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def _make_plan(declaration: Declaration, mode: Mode) -> _Plan:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import operator
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -24,6 +24,9 @@ class Sharding:
     lengths: tuple[int, ...]
     ranks: int
     balanced: bool = True
+    _tensors: dict[tuple[Any, ...], torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -69,6 +72,65 @@ class Sharding:
             raise ValueError(f"tokens: has {len(tokens)} rows, want {sum(self.lengths)}")
         return tokens[self.positions(rank).to(tokens.device)]
 
+    def held(self, rank: int, half: int | None = None) -> tuple[int, ...]:
+        """Tokens of each sequence that a rank holds, in its early (0) or late (1) parts alone."""
+        if half is None:
+            return self.lengths_of(rank)
+        return self.part_lengths(self.parts_of(rank)[half])
+
+    # device tensors, made once and kept as long as this object, whatever stream reads them
+
+    def cu_seqlens(self, lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Prefix sums of lengths, int32."""
+        return self._kept(
+            ("cu_seqlens", lengths, device),
+            lambda: torch.tensor(offsets(lengths), dtype=torch.int32),
+        )
+
+    def gather_index(self, device: torch.device) -> torch.Tensor:
+        """Where each token, rank by rank in their packed order, is among all packed tokens."""
+        return self._kept(
+            ("gather", device),
+            lambda: torch.cat([self.positions(rank) for rank in range(self.ranks)]),
+        )
+
+    def scatter_index(self, device: torch.device) -> torch.Tensor:
+        """Inverse of `gather_index`."""
+        return self._kept(
+            ("scatter", device), lambda: torch.argsort(self.gather_index(torch.device("cpu")))
+        )
+
+    def rows(
+        self,
+        rank: int,
+        half: int | None,
+        wanted: tuple[bool, ...] | None,
+        device: torch.device,
+    ) -> torch.Tensor | None:
+        """Of a rank's packed tokens those of one half and of the wanted sequences; None = all."""
+        wanted = wanted if wanted is not None else (True,) * len(self.lengths)
+        if half is None and all(wanted):
+            return None
+
+        def made() -> torch.Tensor:
+            early = self.held(rank, 0) if half is not None else (0,) * len(self.lengths)
+            ranges = [torch.arange(0)]
+            rest = zip(offsets(self.held(rank)), early, self.held(rank, half), wanted, strict=False)
+            for start, before, length, is_wanted in rest:
+                first = start + (before if half == 1 else 0)
+                ranges.append(torch.arange(first, first + length * is_wanted))
+            return torch.cat(ranges)
+
+        return self._kept(("rows", rank, half, wanted, device), made)
+
+    def _kept(self, key: tuple[Any, ...], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        found = self._tensors.get(key)
+        if found is None:
+            # usable in whatever mode a later caller is
+            with torch.inference_mode(False):
+                found = self._tensors.setdefault(key, make().to(key[-1]))
+        return found
+
     def _range(self, length: int, part: int) -> range:
         parts = 2 * self.ranks if self.balanced else self.ranks
         return range(part * length // parts, (part + 1) * length // parts)
@@ -77,33 +139,3 @@ class Sharding:
 def offsets(lengths: Iterable[int]) -> list[int]:
     """Prefix sums with a leading 0."""
     return [0, *accumulate(lengths)]
-
-
-@functools.lru_cache(maxsize=256)
-def cu_seqlens(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Prefix sums of lengths as an int32 tensor; the same object for the same arguments."""
-    return torch.tensor(offsets(lengths), dtype=torch.int32, device=device)
-
-
-@functools.lru_cache(maxsize=64)
-def gather_index(sharding: Sharding, device: torch.device) -> torch.Tensor:
-    """Where each token, rank by rank in their packed order, is among all packed tokens."""
-    return torch.cat([sharding.positions(r) for r in range(sharding.ranks)]).to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def scatter_index(sharding: Sharding, device: torch.device) -> torch.Tensor:
-    """Inverse of `gather_index`."""
-    return torch.argsort(gather_index(sharding, device))
-
-
-@functools.lru_cache(maxsize=256)
-def half_index(sharding: Sharding, rank: int, half: int, device: torch.device) -> torch.Tensor:
-    """Of a balanced rank's packed tokens those of its early (0) or late (1) parts."""
-    early, late = (sharding.part_lengths(part) for part in sharding.parts_of(rank))
-    starts = offsets(sharding.lengths_of(rank))
-    if half:
-        ranges = [(s + a, s + a + b) for s, a, b in zip(starts, early, late, strict=False)]
-    else:
-        ranges = [(s, s + a) for s, a in zip(starts, early, strict=False)]
-    return torch.cat([torch.arange(*bounds) for bounds in ranges]).to(device)

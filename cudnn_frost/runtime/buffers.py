@@ -79,9 +79,6 @@ class Slot:
     device: int | None = None
     uid: int = field(init=False)
     required_bytes: int = field(init=False)
-    # the last tensor that passed: its class and geometry; steady state compares instead of checking
-    _kind: type | None = field(default=None, init=False, repr=False)
-    _passed: tuple[Any, ...] = field(default=(), init=False, repr=False)
 
     def __post_init__(self) -> None:
         # a packed operand's extent is known to its offsets alone
@@ -100,23 +97,15 @@ class Slot:
 
     def address(self, data: Any) -> int:
         """The checked address of a bound buffer; ValueError names the tensor and what is wrong."""
-        kind = type(data)
-        if kind is int:
+        if type(data) is int:
             pointer = data
-        elif kind is self._kind and _geometry(data) == self._passed:
-            pointer = data.data_ptr()
         else:
-            pointer = self._first_address(data)
+            source = as_strided_source(data)
+            self._check(source)
+            pointer = source.data_ptr()
         if pointer % self.align:
             raise ValueError(f"{self.label}: address {pointer:#x} is not {self.align}-byte aligned")
         return pointer
-
-    def _first_address(self, data: Any) -> int:
-        source = as_strided_source(data)
-        self._check(source)
-        if source is data:
-            self._passed, self._kind = _geometry(data), type(data)
-        return source.data_ptr()
 
     def _check(self, data: Any) -> None:
         operand = self.operand
@@ -150,10 +139,6 @@ class Slot:
             raise ValueError(
                 f"{self.label}: bound with strides {list(stride)}, declared {list(operand.stride)}"
             )
-
-
-def _geometry(data: Any) -> tuple[Any, ...]:
-    return data.shape, data.stride(), data.dtype, data.device
 
 
 def missing(slot: Slot) -> ValueError:

@@ -11,11 +11,11 @@ import hashlib
 import importlib
 import logging
 import os
+import platform
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from . import artifacts
@@ -48,13 +48,13 @@ def fingerprint() -> str:
         digest.update(path.relative_to(_KERNELS).as_posix().encode() + path.read_bytes())
     versions = installed_versions()
     compilers = ",".join(f"{p}={versions.get(p)}" for p in ("nvidia-cutlass-dsl", "apache-tvm-ffi"))
-    return f"{compilers},sources={digest.hexdigest()}"
+    return f"{compilers},machine={platform.machine()},sources={digest.hexdigest()}"
 
 
-def kernel_module(kernel: str) -> ModuleType:
+def kernel_module(kernel: str) -> str:
     """The module of a kernel family: `decode_sm90` is `cudnn_frost.kernels.sm90.decode`."""
     family, _, arch = kernel.rpartition("_")
-    return importlib.import_module(f"cudnn_frost.kernels.{arch}.{family}")
+    return f"cudnn_frost.kernels.{arch}.{family}"
 
 
 def shipped_configs(kernel: str) -> list[Any]:
@@ -107,7 +107,7 @@ def kept(
     with _locked(entry) as writable:
         try:
             # another process may have stored it while the lock was waited for
-            if writable and entry.exists():
+            if entry.exists():
                 return _load(entry, load)
         except DamagedEntry as error:
             _LOG.warning("a cache entry is damaged and is compiled again: %s", error)
@@ -144,7 +144,7 @@ def _load(entry: Entry, load: Callable[[Path], Any]) -> Any:
 
 def _compile(kernel: str, config: Any, signature: Any) -> Callable[..., Any]:
     try:
-        return kernel_module(kernel).compile(config, signature)
+        return importlib.import_module(kernel_module(kernel)).compile(config, signature)
     except (ImportError, NotImplementedError):
         raise
     except Exception as error:

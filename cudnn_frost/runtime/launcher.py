@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import platform
 import shlex
 import shutil
 import subprocess
@@ -24,23 +25,45 @@ def launcher_key() -> CompileKey:
     """What the compiled launcher is kept under."""
     version = installed_versions().get("apache-tvm-ffi")
     digest = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()
-    return CompileKey("launch", "launch", "", f"apache-tvm-ffi={version},source={digest}")
+    where = f"apache-tvm-ffi={version},machine={platform.machine()}"
+    return CompileKey("launch", "launch", "", f"{where},source={digest}")
 
 
-@functools.cache
 def launcher() -> Any:
     """The launcher as a tvm-ffi module.
 
-    Raises NotImplementedError when the cache does not hold it and no C++ compiler makes it.
+    Raises NotImplementedError when the cache does not hold it and it cannot be made.
     """
-    with tempfile.TemporaryDirectory(prefix="cudnn_frost_") as scratch:
-        path = Path(scratch) / "launch.so"
+    found = _found()
+    if isinstance(found, Exception):
+        raise NotImplementedError(f"the launcher cannot be made: {found}") from found
+    return found
 
-        def keep(_: Any, kept: Path) -> None:
-            shutil.copyfile(path, kept)
 
+@functools.cache
+def _found() -> Any:
+    """The module, or why there is none; asked once for a process."""
+    made: list[tempfile.TemporaryDirectory[str]] = []
+
+    def path() -> Path:
+        return Path(made[0].name) / "launch.so"
+
+    def make() -> Any:
+        made.append(tempfile.TemporaryDirectory(prefix="cudnn_frost_"))
+        return _built(path())
+
+    try:
+        return cache.kept(launcher_key(), make, lambda _, kept: _copy(path(), kept), _load)
+    except (OSError, RuntimeError) as error:
+        return error
+    finally:
         # a loaded library outlives its file
-        return cache.kept(launcher_key(), lambda: _built(path), keep, _load)
+        for folder in made:
+            folder.cleanup()
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
 
 
 def _built(path: Path) -> Any:
@@ -53,11 +76,9 @@ def _built(path: Path) -> Any:
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
-        raise NotImplementedError(
-            f"the launcher needs a C++ compiler once ($CXX, else c++): {error}"
-        ) from None
+        raise RuntimeError(f"it needs a C++ compiler once ($CXX, else c++): {error}") from None
     if done.returncode != 0:
-        raise NotImplementedError(f"{' '.join(command)} failed:\n{done.stderr}")
+        raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
     return _load(path)
 
 

@@ -113,8 +113,6 @@ class PreparedLaunch:
     key: str
     frame: Any = field(repr=False)
     _ordered: Any = field(repr=False)
-    # the code behind both functions
-    _entry: Any = field(repr=False)
 
     def launch(self, pointers: Sequence[int], workspace: int = 0, stream: int = 0) -> None:
         """Enqueue on `stream` (a CUDA stream address, 0 = the default stream).
@@ -138,11 +136,11 @@ class PreparedLaunch:
         tvm_ffi.register_global_func(name, self.frame, override=True)
 
 
-def prepare(plan: Any, device: int) -> PreparedLaunch:
-    """The prepared launch of a built plan for a device ordinal.
+def prepare(plan: Any) -> PreparedLaunch:
+    """The prepared launch of a built plan.
 
     Raises CannotPrepare for a plan that runs in Python or binds what no frame of this version
-    holds, NotImplementedError without a C++ compiler on a machine whose cache holds no launcher.
+    holds, NotImplementedError where the launcher is neither kept nor can be made.
     """
     if not isinstance(plan, KernelPlan):
         raise CannotPrepare(f"a {type(plan).__name__} runs in Python")
@@ -151,6 +149,8 @@ def prepare(plan: Any, device: int) -> PreparedLaunch:
     if foreign:
         raise CannotPrepare(f"version {SCHEMA_VERSION} has no slot for {', '.join(foreign)}")
     features = features_of(used)
+    # a plan that runs anywhere is for no device in particular
+    device = next((s.device for s in used.values() if s.device is not None), -1)
     place = plan.workspace_index
     numbers = (
         -1 if place is None else place,
@@ -178,7 +178,6 @@ def prepare(plan: Any, device: int) -> PreparedLaunch:
         key=plan.key,
         frame=frame,
         _ordered=ordered,
-        _entry=plan.entry,
     )
 
 

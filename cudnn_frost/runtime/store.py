@@ -12,11 +12,13 @@ import hashlib
 import json
 import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+_SCRATCH = ".tmp"
 _ENTRY_FILE = re.compile(r"([0-9a-f]{64})\.(?:so|json)")
 
 
@@ -61,10 +63,6 @@ class Entry:
     def description(self) -> Path:
         return self.folder / f"{self.stem}.json"
 
-    @property
-    def lock_file(self) -> Path:
-        return self.folder / f"{self.stem}.lock"
-
     def exists(self) -> bool:
         """False too where the folder cannot be looked into."""
         try:
@@ -91,7 +89,9 @@ class Entry:
 
     def store(self, key: CompileKey, write_library: Callable[[Path], None]) -> None:
         """Put a library in place; OSError or the writer's error leaves no new file behind."""
-        scratch = self.folder / f"{self.stem}.{os.getpid()}.tmp"
+        handle, name = tempfile.mkstemp(_SCRATCH, f"{self.stem}.", self.folder)
+        os.close(handle)
+        scratch = Path(name)
         try:
             write_library(scratch)
             digest = hashlib.sha256(scratch.read_bytes()).hexdigest()
@@ -102,15 +102,18 @@ class Entry:
             scratch.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """The description first, so that no reader meets half an entry."""
-        for path in (self.description, self.library, self.lock_file):
-            path.unlink(missing_ok=True)
+        """The description first, so that no reader meets half an entry.
+
+        The lock file stays: another process may be waiting at it.
+        """
+        self.description.unlink(missing_ok=True)
+        self.library.unlink(missing_ok=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Held by one process at a time and released with it; OSError where no file can be made."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        with self.lock_file.open("a") as handle:
+        with (self.folder / f"{self.stem}.lock").open("a") as handle:
             fcntl.flock(handle, fcntl.LOCK_EX)
             yield
 
@@ -123,3 +126,10 @@ def entries(folder: Path) -> list[Entry]:
         return []
     names = (_ENTRY_FILE.fullmatch(path.name) for path in folder.iterdir())
     return [Entry(folder, stem) for stem in sorted({name[1] for name in names if name})]
+
+
+def remove_scratch(folder: Path) -> None:
+    """What writers that were killed left behind; a writer at work fails and says so."""
+    for path in folder.glob(f"*{_SCRATCH}"):
+        if re.fullmatch(r"[0-9a-f]{64}\..*", path.name):
+            path.unlink(missing_ok=True)

@@ -21,7 +21,7 @@ from cudnn_frost.context_parallel import (
 
 @dataclass(frozen=True)
 class Case:
-    """way: all_to_all, ring or gather."""
+    """way: all_to_all, ring or gather. scale: what is asked for, where not the usual one."""
 
     way: str
     lengths: tuple[int, ...]
@@ -30,6 +30,7 @@ class Case:
     heads: tuple[int, int]
     head_dims: tuple[int, int] = (16, 16)
     dtype: torch.dtype = torch.bfloat16
+    scale: float | None = None
 
 
 def whole(case: Case) -> list[torch.Tensor]:
@@ -61,7 +62,7 @@ def run_case(case: Case, rank: int, ranks: int) -> None:
     sharding = Sharding(case.lengths, ranks, case.balanced)
     provider = ForwardProvider("fallback")
     shards = [sharding.shard(x, rank) for x in whole(case)]
-    words: dict[str, Any] = {"causal": case.causal}
+    words: dict[str, Any] = {"causal": case.causal, "scale": case.scale}
     if case.way == "all_to_all":
         o, stats = all_to_all_attention(*shards, sharding, provider, **words)
     else:

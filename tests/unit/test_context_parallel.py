@@ -21,7 +21,6 @@ from cudnn_frost.context_parallel import (
     merge,
 )
 from cudnn_frost.context_parallel import provider as provider_module
-from cudnn_frost.context_parallel.sharding import cu_seqlens, gather_index, scatter_index
 
 from .cp_ranks import Case, expected, failures_of, whole
 
@@ -52,9 +51,9 @@ def test_every_rank_has_its_tokens_attention(ranks):
 
 
 def test_a_wrong_result_on_a_rank_is_seen():
-    """The ranks compare at all."""
-    (failure,) = failures_of(1, [Case("ring", (4,), True, True, (2, 2), dtype=torch.float64)])
-    assert "q: must be float16 or bfloat16" in failure
+    """Another scale than the expected one."""
+    (failure,) = failures_of(1, [Case("ring", (4,), True, True, (2, 2), scale=0.5)])
+    assert "Tensor-likes are not close" in failure
 
 
 # ---- shards
@@ -76,14 +75,14 @@ def test_shards_are_a_partition_in_order(sharding):
     assert torch.cat(shards).sort().values.equal(tokens)
     for rank, shard in enumerate(shards):
         assert shard.equal(shard.sort().values)
-        bounds = cu_seqlens(sharding.lengths, CPU)
+        bounds = sharding.cu_seqlens(sharding.lengths, CPU)
         held = torch.bucketize(shard, bounds[1:], right=True)
         assert torch.bincount(held, minlength=len(sharding.lengths)).tolist() == list(
             sharding.lengths_of(rank)
         )
-    gathered = gather_index(sharding, CPU)
+    gathered = sharding.gather_index(CPU)
     assert torch.cat(shards).equal(gathered)
-    assert gathered[scatter_index(sharding, CPU)].equal(tokens)
+    assert gathered[sharding.scatter_index(CPU)].equal(tokens)
 
 
 @settings(max_examples=50, deadline=None)
@@ -140,6 +139,25 @@ def test_merged_parts_are_the_whole(cut):
     torch.testing.assert_close(stats.double(), wanted[1], atol=1e-6, rtol=1e-5)
 
 
+def test_what_is_not_finite_stays_so():
+    one = torch.zeros(1, 2), torch.zeros(1)
+    o, _ = merge(*one, (torch.tensor([[float("nan"), float("inf")]]), torch.zeros(1)))
+    assert bool(o[0, 0].isnan()) and bool(o[0, 1].isinf())
+    unseen = torch.full((1, 2), float("nan")), torch.full((1,), float("-inf"))
+    o, stats = merge(*one, unseen)
+    assert bool((o == 0).all()) and bool((stats == 0).all())
+
+
+def test_index_tensors_made_in_inference_mode_serve_outside_it():
+    sharding = Sharding((7, 4), 2)
+    with torch.inference_mode():
+        kept = sharding.rows(0, 1, None, CPU), sharding.scatter_index(CPU)
+    for index in kept:
+        assert index is not None and not index.is_inference()
+    x = torch.zeros(sum(sharding.lengths), requires_grad=True)
+    x[kept[1]].sum().backward()
+
+
 def test_rows_that_no_part_has_a_key_for_stay_zero():
     nothing = torch.zeros(2, 4), torch.full((2,), float("-inf"))
     o, stats = merge(*nothing, nothing)
@@ -156,7 +174,7 @@ class Call:
 
     def __init__(self, case: Case = CASE) -> None:
         self.q, self.k, self.v = whole(case)
-        self.cu = cu_seqlens(case.lengths, CPU)
+        self.cu = Sharding(case.lengths, 1).cu_seqlens(case.lengths, CPU)
         self.words: dict[str, Any] = {"causal": case.causal}
 
     def run(self, provider: ForwardProvider | None = None, **changes: Any) -> Any:
@@ -257,24 +275,34 @@ def test_plans_are_made_once_for_a_declaration(monkeypatch):
     assert len(made) == 3
 
 
-def test_no_lock_is_held_while_a_plan_is_made(monkeypatch):
+def test_threads_may_make_the_same_plan_and_keep_one(monkeypatch):
+    """No lock is held meanwhile: both are inside at once."""
     provider, call = ForwardProvider("fallback"), Call()
-    original = provider_module._make_plan
+    original, inside = provider_module._make_plan, threading.Barrier(2, timeout=30)
 
     def make(*arguments):
-        assert not provider._lock.locked()
+        inside.wait()
         return original(*arguments)
 
     monkeypatch.setattr(provider_module, "_make_plan", make)
     results = []
-    threads = [threading.Thread(target=lambda: results.append(call.run(provider)))] * 1
-    threads += [threading.Thread(target=lambda: results.append(call.run(provider)))]
+    threads = [
+        threading.Thread(target=lambda: results.append(call.run(provider))) for _ in range(2)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(results) == 2 and len(provider._plans) == 1
     assert results[0][0].equal(results[1][0])
+
+
+def test_the_oldest_plans_are_given_up(monkeypatch):
+    monkeypatch.setattr(provider_module, "_MOST_PLANS", 2)
+    provider, call = ForwardProvider("fallback"), Call()
+    for most in (9, 10, 11):
+        call.run(provider, max_seqlen_q=most)
+    assert [declared.max_q for declared in provider._plans] == [10, 11]
 
 
 # ---- compactness: a broken promise is never an answer

@@ -33,7 +33,6 @@ from . import samples
 from .backend import declare
 
 SM90 = KNOWN_TARGETS["sm90"]
-NO_DEVICE = -1
 EVERYTHING = sum(bit for bit, _ in FEATURES.values())
 DECODE_KNOBS = {"STAGES": 3, "STREAM_K": 1, "TILE_M": 64, "TILE_N": 128}
 # frames hold no operand of these: no kernel takes them
@@ -54,10 +53,10 @@ def paged_facts(**changes: Any):
     )
 
 
-def plan_of(row_name: str, facts, knobs: dict[str, int]):
+def plan_of(row_name: str, facts, knobs: dict[str, int], device: int = 0):
     (row,) = (row for row in ROWS if row.name == row_name)
     entry = PlanEntry(row.engine_id, knobs_from_names(row, knobs), row)
-    return build_plan(entry, facts, SM90, 0)
+    return build_plan(entry, facts, SM90, device)
 
 
 @pytest.fixture
@@ -73,13 +72,13 @@ def calls(monkeypatch) -> list[tuple[Any, ...]]:
 def dense(calls):
     knobs = {"STAGES": 2, "TILE_M": 128, "TILE_N": 128}
     plan = plan_of("frost_sdpa_fwd_prefill_sm90", samples.facts(stats=samples.stats()), knobs)
-    return SimpleNamespace(plan=plan, launch=prepare(plan, NO_DEVICE), calls=calls)
+    return SimpleNamespace(plan=plan, launch=prepare(plan), calls=calls)
 
 
 @pytest.fixture
 def paged(calls):
     plan = plan_of("frost_sdpa_fwd_decode_sm90", paged_facts(), DECODE_KNOBS)
-    return SimpleNamespace(plan=plan, launch=prepare(plan, NO_DEVICE), calls=calls)
+    return SimpleNamespace(plan=plan, launch=prepare(plan), calls=calls)
 
 
 def addresses(launch) -> dict[str, int]:
@@ -214,7 +213,7 @@ def test_an_error_of_the_kernel_reaches_the_caller(monkeypatch):
 
     monkeypatch.setattr(cache, "entry_of", lambda *_: tvm_ffi.convert(refuse))
     knobs = {"STAGES": 2, "TILE_M": 128, "TILE_N": 128}
-    launch = prepare(plan_of("frost_sdpa_fwd_prefill_sm90", samples.facts(), knobs), NO_DEVICE)
+    launch = prepare(plan_of("frost_sdpa_fwd_prefill_sm90", samples.facts(), knobs))
     with pytest.raises(RuntimeError, match="no kernel image"):
         launch.launch([4096] * 4)
 
@@ -328,26 +327,34 @@ def test_launch_names_a_null_and_a_misaligned_slot(dense):
 _OTHER_DEVICE = """
 int cuCtxGetDevice(int *device) { *device = 1; return 0; }
 """
+_NO_CONTEXT = """
+int cuCtxGetDevice(int *device) { return 201; }
+"""
 _ON_ANOTHER_DEVICE = """
 import sys, tvm_ffi
 from cudnn_frost.runtime import cache
 from tests.unit.test_prepared import plan_of, samples, prepare
 calls = []
 cache.entry_of = lambda *_: tvm_ffi.convert(lambda *a: calls.append(a))
-plan = plan_of("frost_sdpa_fwd_prefill_sm90", samples.facts(),
-               {"STAGES": 2, "TILE_M": 128, "TILE_N": 128})
-prepare(plan, 1).launch([4096] * 4)
-try:
-    prepare(plan, 0).launch([4096] * 4)
-except ValueError as error:
-    print(error, len(calls))
+plans = [plan_of("frost_sdpa_fwd_prefill_sm90", samples.facts(),
+                 {"STAGES": 2, "TILE_M": 128, "TILE_N": 128}, device) for device in (0, 1)]
+for plan in plans:
+    try:
+        prepare(plan).launch([4096] * 4)
+    except ValueError as error:
+        print(error, len(calls))
 """
 
 
-def test_another_device_is_refused_by_name(tmp_path):
-    """In a process whose driver says that device 1 is current."""
+@pytest.mark.parametrize(
+    ("driver", "current"),
+    [(_OTHER_DEVICE, 1), (_NO_CONTEXT, 0)],
+    ids=["device_1", "no_context"],
+)
+def test_another_device_is_refused_by_name(tmp_path, driver, current):
+    """In a process whose driver says which device is current; without a context, the first."""
     source = tmp_path / "driver.c"
-    source.write_text(_OTHER_DEVICE)
+    source.write_text(driver)
     library = tmp_path / "libcuda.so.1"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     done = subprocess.run(
@@ -357,7 +364,9 @@ def test_another_device_is_refused_by_name(tmp_path):
         cwd=Path(__file__).parents[2],
         env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
     )
-    assert "built for cuda:0, the current device is cuda:1 1" in done.stdout, done.stderr
+    said = f"built for cuda:{1 - current}, the current device is cuda:{current}"
+    assert done.stdout.count("built for") == 1 and said in done.stdout, done.stderr
+    assert done.stdout.strip().endswith(str(1 - current))
 
 
 # ---- what cannot be prepared
@@ -365,14 +374,14 @@ def test_another_device_is_refused_by_name(tmp_path):
 
 def test_the_reference_plan():
     with pytest.raises(CannotPrepare, match="runs in Python"):
-        prepare(ReferencePlan.build(samples.facts()), NO_DEVICE)
+        prepare(ReferencePlan.build(samples.facts()))
 
 
 def test_an_operand_without_a_slot(dense):
     foreign = replace(dense.plan.pointers[0], path="kv_mask")
     plan = replace(dense.plan, pointers=(foreign, *dense.plan.pointers[1:]))
     with pytest.raises(CannotPrepare, match="no slot for kv_mask"):
-        prepare(plan, NO_DEVICE)
+        prepare(plan)
 
 
 def test_a_graph_says_which_plan_cannot_be_prepared(played):
@@ -390,15 +399,22 @@ def test_a_backend_plan_cannot_be_prepared(played):
         graph.prepare(index)
 
 
-def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path, dense):
+@pytest.fixture
+def no_launcher(monkeypatch, tmp_path):
+    """An empty cache in a process that has not looked for the launcher."""
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path / "empty"))
-    monkeypatch.setenv("CXX", str(tmp_path / "nobody"))
-    launcher.launcher.cache_clear()
-    with pytest.raises(NotImplementedError, match=r"needs a C\+\+ compiler"):
-        prepare(dense.plan, NO_DEVICE)
-    monkeypatch.setenv("CXX", "false")
-    with pytest.raises(NotImplementedError, match="false .* failed"):
-        prepare(dense.plan, NO_DEVICE)
+    launcher._found.cache_clear()
+    yield
+    launcher._found.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("compiler", "said"), [("nobody", r"needs a C\+\+ compiler"), ("false", "false .* failed")]
+)
+def test_without_a_compiler_the_reason_is_said(dense, no_launcher, monkeypatch, compiler, said):
+    monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(NotImplementedError, match=said):
+        prepare(dense.plan)
 
 
 # ---- callers
@@ -427,7 +443,7 @@ def steady(native: Any, monkeypatch, entry: Any, counter: ctypes.c_int64) -> boo
     """Whether C++ gets through its launches while this thread holds the GIL."""
     monkeypatch.setattr(cache, "entry_of", lambda *_: entry)
     knobs = {"STAGES": 2, "TILE_M": 128, "TILE_N": 128}
-    launch = prepare(plan_of("frost_sdpa_fwd_prefill_sm90", samples.facts(), knobs), NO_DEVICE)
+    launch = prepare(plan_of("frost_sdpa_fwd_prefill_sm90", samples.facts(), knobs))
     failed = ctypes.c_int64.from_address(native.get_function("failure_address")())
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1000)

@@ -216,32 +216,58 @@ def test_without_a_launcher_every_call_is_checked(monkeypatch):
 
 def test_threads_that_bind_unequal_buffers_each_get_theirs(bench):
     errors: list[BaseException] = []
-    seen = set()
+    wanted: list[tuple[int, int]] = []
 
     def work(index: int) -> None:
         try:
+            flat = torch.zeros(BYTES // 2 + 64 * index).bfloat16()
             for _ in range(100):
-                flat = torch.zeros(BYTES // 2 + 64 * index).bfloat16()
-                bench.run(bench.bound(q=flat))
-                seen.add(index)
+                bench.run(bench.bound(q=flat), stream=index + 1)
+            wanted.append((index + 1, flat.data_ptr()))
+            kept.append(flat)
         except BaseException as error:
             errors.append(error)
 
+    kept: list[torch.Tensor] = []
     threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors and len(bench.calls) == 600 and len(seen) == 6
+    assert not errors and len(bench.calls) == 600
+    assert {(call[-1], call[0][0]) for call in bench.calls} == set(wanted)
+
+
+def test_a_launcher_that_cannot_be_made_is_tried_once(tmp_path, monkeypatch):
+    from cudnn_frost.runtime import launcher
+
+    tried = []
+
+    def refuse(path):
+        tried.append(path)
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(launcher, "_built", refuse)
+    launcher._found.cache_clear()
+    try:
+        for _ in range(2):
+            with pytest.raises(NotImplementedError, match="Read-only"):
+                launcher.launcher()
+            bench = Bench()
+            bench.run(bench.bound())
+        assert len(tried) == 1
+    finally:
+        launcher._found.cache_clear()
 
 
 def test_the_launcher_is_kept_and_loaded(tmp_path, monkeypatch):
     from cudnn_frost.runtime import launcher
 
     monkeypatch.setenv(cache.DIRECTORY_VARIABLE, str(tmp_path))
-    launcher.launcher.cache_clear()
+    launcher._found.cache_clear()
     launcher.launcher()
     (kept,) = tmp_path.glob("*.so")
-    launcher.launcher.cache_clear()
+    launcher._found.cache_clear()
     monkeypatch.setenv("CXX", "false")
     assert launcher.launcher().get_function("prepare") and kept.exists()

@@ -28,6 +28,7 @@ using tvm::ffi::Function;
 using tvm::ffi::String;
 
 constexpr int64_t kAbsent = -1;
+constexpr int kNoContext = 201;  // CUDA_ERROR_INVALID_CONTEXT
 
 struct Slot {
   std::string label;
@@ -72,8 +73,10 @@ int64_t CurrentDevice() {
     return driver ? reinterpret_cast<GetDevice>(dlsym(driver, "cuCtxGetDevice")) : nullptr;
   }();
   int device = 0;
-  // a thread without a context gets the primary one of whoever launches first
-  return get && get(&device) == 0 ? device : kAbsent;
+  const int status = get ? get(&device) : kNoContext;
+  if (status == 0) return device;
+  // a thread without a context launches on the first device
+  return get && status == kNoContext ? 0 : kAbsent;
 }
 
 int64_t Integer(const AnyView& value, const char* what) {
@@ -203,9 +206,10 @@ Array<Function> Prepare(Function entry, Array<Any> constants, Array<String> labe
 struct Geometry {
   DLDataType dtype;
   DLDevice device;
+  int32_t ndim;
   std::vector<int64_t> extents;  // shape, then strides where the tensor states them
 
-  explicit Geometry(const DLTensor& x) : dtype(x.dtype), device(x.device) {
+  explicit Geometry(const DLTensor& x) : dtype(x.dtype), device(x.device), ndim(x.ndim) {
     extents.assign(x.shape, x.shape + x.ndim);
     if (x.strides) extents.insert(extents.end(), x.strides, x.strides + x.ndim);
   }
@@ -214,7 +218,8 @@ struct Geometry {
     const size_t stated = static_cast<size_t>(x.ndim) * (x.strides ? 2 : 1);
     return dtype.code == x.dtype.code && dtype.bits == x.dtype.bits &&
            dtype.lanes == x.dtype.lanes && device.device_type == x.device.device_type &&
-           device.device_id == x.device.device_id && extents.size() == stated &&
+           device.device_id == x.device.device_id && ndim == x.ndim &&
+           extents.size() == stated &&
            std::equal(x.shape, x.shape + x.ndim, extents.begin()) &&
            (!x.strides ||
             std::equal(x.strides, x.strides + x.ndim, extents.begin() + x.ndim));
