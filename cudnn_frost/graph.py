@@ -178,6 +178,8 @@ class Graph:
             if target not in KNOWN_TARGETS:
                 raise ValueError(f"target {target!r} is unknown; known: {', '.join(KNOWN_TARGETS)}")
             target = KNOWN_TARGETS[target]
+        if not isinstance(target, Target | None):
+            raise TypeError(f"target: must be a Target or a name, got {type(target).__name__}")
         here = target is None
         target = target or self._target()
         if here and self._is_judged:

@@ -283,6 +283,8 @@ def test_explain_before_and_after_planning(played):
     assert len(after.as_dict()["rows"]) == 5
     with pytest.raises(ValueError, match="sm12"):
         g.explain("sm12")
+    with pytest.raises(TypeError, match="target: must be a Target or a name, got int"):
+        g.explain(90)
 
 
 def test_facts_are_taken_before_the_backend_plans(played, monkeypatch):
