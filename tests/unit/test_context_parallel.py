@@ -173,6 +173,7 @@ class Call:
     """Arguments of `ForwardProvider.forward`, correct until changed."""
 
     def __init__(self, case: Case = CASE) -> None:
+        self.case = case
         self.q, self.k, self.v = whole(case)
         self.cu = Sharding(case.lengths, 1).cu_seqlens(case.lengths, CPU)
         self.words: dict[str, Any] = {"causal": case.causal}
