@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -21,8 +20,8 @@ from typing import Any
 import cudnn
 import torch
 import tvm_ffi
-from tvm_ffi import libinfo
 
+from cudnn_frost.runtime.launcher import compile_library
 from cudnn_frost.runtime.prepared import SLOTS
 
 from . import bench_decode, bench_prefill
@@ -52,9 +51,7 @@ def loop() -> Callable[[Any, Any, int], float]:
     source = Path(__file__).parent / "native" / "loop.cc"
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "loop.so"
-        includes = [f"-I{path}" for path in libinfo.include_paths()]
-        command = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", *includes]
-        subprocess.run([*command, "-o", library, source], check=True)
+        compile_library(source, library)
         return tvm_ffi.load_module(str(library)).get_function("loop")
 
 

@@ -23,6 +23,7 @@ from ..analyzer.files import SourceError, read_source
 from ..analyzer.live import record_of
 from ..analyzer.record import GraphRecord
 from ..engines import ROWS, Row
+from ..engines.registry import UNQUALIFIED_VARIABLE
 from ..heuristics.propose import judge_and_propose
 from ..heuristics.report import Report
 from ..runtime import cache
@@ -195,10 +196,9 @@ def compile_(
         wanted = kernels.jobs_of_rows(rows)
     else:
         # a row asked for by name may be unqualified
-        asked = {"CUDNN_FROST_UNQUALIFIED": "1"} if row else {}
+        asked = {UNQUALIFIED_VARIABLE: "1"} if row else {}
         reports = [_report(record, machine, asked) for record in _graphs(graph)]
-        plans = [(p, r.analysis.facts) for r in reports for p in r.proposals if p.row in rows]
-        wanted = kernels.jobs_of_plans(plans, machine)
+        wanted = kernels.jobs_of_graphs(reports, rows)
     if not wanted:
         elsewhere = "" if machine.cc != (0, 0) else "; --target names another machine"
         reasons = "; analyze says why, --row takes rows that are not qualified" if graph else ""

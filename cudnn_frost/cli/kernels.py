@@ -18,10 +18,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..analyzer.files import SourceError
 from ..engines import ROWS, Row
-from ..heuristics.assemble import PlanEntry
+from ..engines.registry import offer_declines
+from ..heuristics.propose import config_of
+from ..heuristics.report import Report
 from ..runtime import cache
 from ..runtime.launcher import launcher, launcher_key
-from ..runtime.lower import lower
 from ..runtime.store import CompileKey, DamagedEntry, Entry, entries, remove_scratch
 from ..vocab import Target
 
@@ -43,7 +44,7 @@ class Job:
 
 def rows_for(target: Target, names: Iterable[str]) -> list[Row]:
     """The rows with a kernel for a target whose name holds one of `names`; without names, those
-    that would be offered: the qualified ones, every one with `CUDNN_FROST_UNQUALIFIED=1`.
+    that would be offered.
 
     SourceError names a name that no row of the target answers to.
     """
@@ -63,28 +64,30 @@ def rows_for(target: Target, names: Iterable[str]) -> list[Row]:
             )
     if names:
         return [row for row in built if any(name in row.name for name in names)]
-    offered = os.environ.get("CUDNN_FROST_UNQUALIFIED") == "1"
-    return [row for row in built if row.qualified or offered]
+    return [row for row in built if not offer_declines(row, os.environ)]
 
 
 def jobs_of_rows(rows: Iterable[Row]) -> list[Job]:
     """Every shipped configuration of these rows, each once."""
-    jobs = [
+    jobs = (
         Job(row.kernel, config)
         for row in rows
         for config in cache.shipped_configs(row.kernel)
         if config.dtype in row.capabilities.input_dtype
-    ]
-    return list({job.key: job for job in jobs}.values())
+    )
+    return list(dict.fromkeys(jobs))
 
 
-def jobs_of_plans(plans: Iterable[tuple[PlanEntry, Any]], target: Target) -> list[Job]:
-    """What the plans of graphs launch, each once; plans: (plan, its graph's facts)."""
-    jobs = []
-    for plan, facts in plans:
-        if plan.row is not None and not plan.row.is_reference:
-            jobs.append(Job(plan.row.kernel, lower(plan.row, facts, plan.knobs, target).config))
-    return list({job.key: job for job in jobs}.values())
+def jobs_of_graphs(reports: Iterable[Report], rows: Iterable[Row]) -> list[Job]:
+    """What these rows' plans of graphs launch, each once."""
+    rows = tuple(rows)
+    jobs = (
+        Job(plan.row.kernel, config_of(plan.row, report.analysis.facts, plan.knobs))
+        for report in reports
+        for plan in report.proposals
+        if report.analysis.facts and plan.row in rows
+    )
+    return list(dict.fromkeys(jobs))
 
 
 def _compile(job: Job) -> str:

@@ -88,8 +88,8 @@ def merge(o: torch.Tensor, stats: torch.Tensor, more: Partial) -> Partial:
     """Attention over the union of two disjoint sets of keys, from attention over each.
 
     o (..., D) and stats (...): fp32; more: the other set's, any float type. A row that saw no key
-    has Stats -inf. Source: the softmax of a union, as in the appendix of "Online normalizer
-    calculation for softmax" (Milakov and Gimelshein, 2018), written with log-sum-exps.
+    has Stats -inf. Source: the parallel merge of "Online normalizer calculation for softmax"
+    (Milakov and Gimelshein, 2018), written with log-sum-exps.
     """
     other_o, other_stats = more[0].float(), more[1].float()
     total = torch.logaddexp(stats, other_stats)

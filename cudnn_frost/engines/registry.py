@@ -24,7 +24,7 @@ def row_by_id(engine_id: int) -> Row | None:
     return _BY_ID.get(engine_id)
 
 
-def _offer_declines(row: Row, environment: Mapping[str, str]) -> tuple[Decline, ...]:
+def offer_declines(row: Row, environment: Mapping[str, str]) -> tuple[Decline, ...]:
     """Reasons that do not depend on the graph; a row without a kernel gives that one alone."""
     if environment.get(ENABLE_VARIABLE, "1") == "0":
         remedy = f"Unset {ENABLE_VARIABLE}"
@@ -48,7 +48,7 @@ def verdicts(
     """
     answers = []
     for row in ROWS:
-        declines = _offer_declines(row, environment)
+        declines = offer_declines(row, environment)
         if row.kernel:
             facts = analysis.facts
             graph = judge(facts, row.capabilities, target) if facts else graph_declines(analysis)

@@ -52,8 +52,11 @@ def _found() -> Any:
         made.append(tempfile.TemporaryDirectory(prefix="cudnn_frost_"))
         return _built(path())
 
+    def keep(_: Any, kept: Path) -> None:
+        shutil.copyfile(path(), kept)
+
     try:
-        return cache.kept(launcher_key(), make, lambda _, kept: _copy(path(), kept), _load)
+        return cache.kept(launcher_key(), make, keep, _load)
     except (OSError, RuntimeError) as error:
         return error
     finally:
@@ -62,24 +65,25 @@ def _found() -> Any:
             folder.cleanup()
 
 
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)
-
-
 def _built(path: Path) -> Any:
+    compile_library(_SOURCE, path)
+    return _load(path)
+
+
+def compile_library(source: Path, library: Path) -> None:
+    """Compile a C++ file that uses tvm-ffi (`$CXX`, else c++); RuntimeError says why not."""
     from tvm_ffi import libinfo
 
     includes = [f"-I{folder}" for folder in libinfo.include_paths()]
     compiler = shlex.split(os.environ.get("CXX", "c++"))
     command = [*compiler, "-std=c++17", "-O2", "-fPIC", "-shared", *includes]
-    command += ["-o", str(path), str(_SOURCE)]
+    command += ["-o", str(library), str(source)]
     try:
         done = subprocess.run(command, capture_output=True, text=True)
     except OSError as error:
         raise RuntimeError(f"it needs a C++ compiler once ($CXX, else c++): {error}") from None
     if done.returncode != 0:
         raise RuntimeError(f"{shlex.join(command)} failed:\n{done.stderr}")
-    return _load(path)
 
 
 def _load(path: Path) -> Any:
