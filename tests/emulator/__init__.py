@@ -1,0 +1,1 @@
+"""Compiled Hopper kernels on a CPU: see README.md beside this file."""
